@@ -1,0 +1,49 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both set up the virtual environment first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml | sha256sum | cut -c1-16)
+# One math thread per process: the tests and the demo run several processes on few cores.
+export OMP_NUM_THREADS ?= 1
+export OPENBLAS_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test lint unit bench protos lock clean
+
+help:
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## create .venv with the locked dependencies (idempotent)
+
+# uv installs the locked wheels in seconds; it lives in an environment of its own, so that the lock decides all of .venv.
+$(STAMP): requirements.lock pyproject.toml
+	@test -x $(VENV)-tools/bin/uv || { $(PYTHON) -m venv $(VENV)-tools && $(VENV)-tools/bin/pip install --quiet --disable-pip-version-check uv; }
+	@test -x $(BIN)/python || $(VENV)-tools/bin/uv venv --quiet --python $(PYTHON) $(VENV)
+	$(VENV)-tools/bin/uv pip sync --quiet --require-hashes --python $(BIN)/python requirements.lock
+	$(VENV)-tools/bin/uv pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python -e .
+	@rm -f $(VENV)/.installed-*; touch $@
+
+demo: setup  ## a real prefill on this machine, each hand-off checked by a decode probe (under a minute)
+	$(BIN)/prefill-engine demo
+
+test: lint unit  ## everything that CI runs: lint, types, import rules, tests
+
+lint: setup  ## ruff, mypy --strict, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: setup  ## pytest
+	$(BIN)/python -m pytest -q
+
+bench: setup  ## benchmarks that run on a CPU (figures, not tests)
+	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
+
+protos: setup  ## regenerate engine/prefill_engine/rpc/*_pb2*
+	$(BIN)/python -m prefill_engine.rpc.generate
+
+lock: setup  ## resolve the dependencies again into requirements.lock (hashes, no registry address)
+	$(VENV)-tools/bin/uv pip compile pyproject.toml --all-extras --constraint constraints.txt --generate-hashes --no-emit-index-url --no-header --python-version 3.11 --quiet --output-file requirements.lock
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) $(VENV)-tools .pytest_cache .mypy_cache .ruff_cache .hypothesis
