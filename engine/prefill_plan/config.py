@@ -1,0 +1,148 @@
+"""EngineConfig: the one struct that the operator renders into a config map and the engine reads.
+
+Parsed once by prefill_engine.settings; each object gets its own part, never the whole tree. Field docs give unit, range and the
+reason of the default. No default stands anywhere else.
+"""
+
+from enum import StrEnum
+from typing import dataclass_transform
+
+import msgspec
+
+
+# Type checkers do not inherit the class keywords of msgspec, so frozen and kw_only are said again for them.
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
+class Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything that crosses a file or a process border: unknown keys are refused."""
+
+
+class Device(StrEnum):
+    GPU = "gpu"
+    CPU = "cpu"
+
+
+class RecordFormat(StrEnum):
+    """Main-KV record: e2m1 with e4m3 scales of 16 (default), or e4m3 with ue8m0 scales of 32 (decision 9)."""
+
+    FP4 = "fp4"
+    FP8 = "fp8"
+
+
+class Truncation(StrEnum):
+    """How decoder rows are left out (R7): compact computes kept rows only, mask computes all and hides; equal on kept rows."""
+
+    COMPACT = "compact"
+    MASK = "mask"
+
+
+class StoreKind(StrEnum):
+    MEMORY = "memory"
+    FILE = "file"
+
+
+class ModelConfig(Struct):
+    path: str
+    """Directory with config.json, tokenizer.json, model.safetensors.index.json and shards."""
+    name: str = "deepseek-v4.1-flash"
+    """Name reported to clients (ModelBinding.model_id)."""
+
+
+class ParallelConfig(Struct):
+    dp_size: int = 1
+    """Attention (data-parallel) ranks of this engine, one process each. Equal to ep_size (R1)."""
+    ep_size: int = 1
+    """Expert-parallel ranks: 1 (CPU, tests), 2, 4 or 8."""
+
+
+class ServerConfig(Struct):
+    host: str = "127.0.0.1"
+    port: int = 50051
+    """gRPC; 0 = any free port, printed at start."""
+    probe_port: int = 0
+    """Plaintext health port for the kubelet (C44); 0 = any free port, -1 = none."""
+    metrics_port: int = 0
+    """Prometheus; 0 = any free port, -1 = none."""
+    max_message_bytes: int = 16 * 1024 * 1024
+    """A 1,048,576-token prompt is 3.3 MB on the wire (serving.md 1.1)."""
+    drain_seconds: float = 120.0
+    """How long SIGTERM waits for running work and open tickets (decision 6)."""
+    max_waiting_requests: int = 1024
+    """Attempts a rank may hold that have not started computing; more answer QUEUE_FULL."""
+    max_waiting_rows: int = 2_000_000
+    """Uncomputed rows ahead of a new request per rank; more answer QUEUE_FULL (C47)."""
+    max_tenant_rows: int = 1_000_000
+    """Uncomputed rows one fairness key may have waiting per rank; more answer TENANT_QUOTA."""
+    load_timeout_seconds: float = 1800.0
+    """From process start to ready; exit 1 when passed and progress stood still for 60 s (C44)."""
+
+
+class HandoffConfig(Struct):
+    ticket_seconds: float = 30.0
+    """Lease of a ticket; renewable (decision 16)."""
+    ticket_max_seconds: float = 600.0
+    """Total life of a ticket, renewals included."""
+    result_seconds: float = 600.0
+    """How long a finished attempt's outcome is kept for joiners."""
+
+
+class ReplayConfig(Struct):
+    keep_tokens: int = 140
+    """KEEP_TOKENS: last prompt tokens that run the decoder layers (R5). At least window + max_rollback_tokens (R6)."""
+    max_rollback_tokens: int = 6
+    """Largest speculative rollback of the decode side."""
+    truncation: Truncation = Truncation.COMPACT
+
+
+class KvConfig(Struct):
+    record_format: RecordFormat = RecordFormat.FP4
+    pool_tokens: int = 1_048_576
+    """Tokens of the Block KV pool per rank; rounded down to blocks of 128."""
+    state_slots: int = 64
+    """Attempts that can hold state (window rings, compressor state) at once per rank."""
+    snapshot_bytes: int = 1 << 30
+    """Host memory for SWA snapshots per rank; 0 = none are kept, every hit replays (R4)."""
+    max_ticket_fraction: float = 0.5
+    """Share of the pool that open tickets may hold before admission stops (serving.md 2.6)."""
+
+
+class StoreConfig(Struct):
+    kind: StoreKind = StoreKind.MEMORY
+    path: str = ""
+    """Directory of a file store (any POSIX mount, 3FS FUSE included)."""
+    max_bytes: int = 1 << 30
+    """Capacity of a memory store; the file store is not limited here."""
+    required: bool = False
+    """True: a store lost at run time ends the engine (exit 17) instead of degrading it."""
+
+
+class SchedulerConfig(Struct):
+    chunk_cap_tokens: int = 32_768
+    """Rows per rank and step, replayed rows included (R10)."""
+    min_chunk_tokens: int = 512
+    """A shorter tail is merged, or taken from the chunk before it (C47)."""
+    contended_chunk_tokens: int = 16_384
+    """Step size while short work waits (serving.md 2.2)."""
+    floor_chunk_tokens: int = 4_096
+    """Step budgets never shrink a step below this while others wait, except by a request's step_cap (C47)."""
+    age_seconds: float = 10.0
+    """Ageing constant of cost / (1 + age / age_seconds)."""
+    canary_seconds: float = 10.0
+    """An idle engine runs a placeholder step this often, so that health is proved, not assumed."""
+
+
+class EngineConfig(Struct):
+    """Everything `prefill-engine serve` needs. Example: {"model": {"path": "/models/v41"}, "store": {"kind": "file", "path": "/3fs/kv"}}."""
+
+    model: ModelConfig
+    device: Device = Device.GPU
+    ops: str = "triton"
+    """Kernel set: "triton", or "ref" (plain torch, the CPU backend)."""
+    parallel: ParallelConfig = ParallelConfig()
+    server: ServerConfig = ServerConfig()
+    handoff: HandoffConfig = HandoffConfig()
+    replay: ReplayConfig = ReplayConfig()
+    kv: KvConfig = KvConfig()
+    store: StoreConfig = StoreConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    max_context_tokens: int = 131_072
+    """Longest prompt accepted."""
