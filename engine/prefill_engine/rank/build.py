@@ -1,0 +1,179 @@
+"""Builds a rank: every object, by name, in the order of its dependencies. The one place that chooses implementations.
+
+Called by the rank process, and by tests with a mailbox of their own.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from prefill_engine.block_pool import BlockPool
+from prefill_engine.kv.file_store import FileStore
+from prefill_engine.kv.memory_store import MemoryStore
+from prefill_engine.kv.store import BlockStore
+from prefill_engine.kv_cache import KvCache
+from prefill_engine.messages import Progress, RankReady
+from prefill_engine.model.load_progress import LoadProgress
+from prefill_engine.parallel.exchange import LocalExchange
+from prefill_engine.rank.calibration import calibrate
+from prefill_engine.rank.engine import RankEngine
+from prefill_engine.rank.kv_keeper import KvKeeper
+from prefill_engine.rank.lanes import Mailbox
+from prefill_engine.rank.loop import StepLoop
+from prefill_engine.rank.model_runner import ModelDigests, ModelRunner, build_cache, load_model, read_digests
+from prefill_engine.rank.planner import RankPlanner
+from prefill_engine.rank.read_server import ReadServer
+from prefill_engine.rank.stepper import Stepper
+from prefill_engine.rank.store_worker import StoreWorker
+from prefill_engine.scheduler import check_scheduler_config
+from prefill_engine.swa_pool import SwaPool
+from prefill_plan.config import Device, EngineConfig, StoreConfig, StoreKind
+from prefill_plan.errors import ConfigError
+from prefill_plan.kv_layout import BlockLayout, StateLayout, block_layout, state_layout
+from prefill_plan.model_spec import ModelSpec, load_model_spec
+from prefill_plan.positions import validate_keep
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Design:
+    """What the configuration and the model's config.json say, checked against each other."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    layout: BlockLayout
+    state: StateLayout
+    device: torch.device
+
+
+def build_rank(
+    config: EngineConfig, *, rank: int, mailbox: Mailbox, reads: ReadServer, enter: Callable[[str], None]
+) -> StepLoop:
+    """A rank that has loaded its model, calibrated itself and said RankReady.
+
+    Args:
+        reads: serves the decode side once exports are open; the caller starts it.
+        enter: called with each phase ("start", "load", "warmup") as it begins.
+
+    Raises:
+        ConfigError, CheckpointError, PlanError: the exit codes of errors_at_exit.
+    """
+    enter("start")
+    design = _read_design(config)
+    store = open_store(config.store, design.layout)
+    enter("load")
+    digests = read_digests(config, design.layout)
+    model = load_model(config, design.spec, device=design.device, progress=_progress_sender(mailbox, rank))
+    cache = build_cache(config, design.spec, layout=design.layout, state=design.state, device=design.device)
+    store_lost = threading.Event()
+    worker = StoreWorker(store, block_view=cache.block_view, wake=mailbox.wake, store_lost=store_lost.set)
+    kv = _build_keeper(design, cache=cache, worker=worker, reads=reads)
+    enter("warmup")
+    mailbox.send(_progress(rank, "warmup", 0, 1, "passes", ""))
+    runner = ModelRunner(model, cache, truncation=config.replay.truncation, device=design.device)
+    cost = calibrate(runner, kv, vocab_size=design.spec.vocab_size, on_layer=lambda _step, _layer: None)
+    planner = RankPlanner(scheduler=config.scheduler, kv=config.kv, truncation=config.replay.truncation, cost=cost)
+    engine = RankEngine(
+        kv=kv,
+        planner=planner,
+        store=worker,
+        digests=digests,
+        window_tokens=design.spec.window_tokens,
+        num_sources=len(design.layout.sources),
+        send=mailbox.send,
+    )
+    mailbox.send(_ready(rank, config, digests, kv_tokens=kv.capacity_blocks * design.layout.block_tokens))
+    return StepLoop(
+        config=config,
+        rank=rank,
+        num_layers=design.spec.num_layers,
+        mailbox=mailbox,
+        engine=engine,
+        kv=kv,
+        planner=planner,
+        stepper=Stepper(engine=engine, kv=kv, runner=runner, send=mailbox.send),
+        store=store,
+        worker=worker,
+        exchange=LocalExchange(),
+        store_lost=store_lost,
+    )
+
+
+def _read_design(config: EngineConfig) -> _Design:
+    device = _torch_device(config.device)
+    spec = load_model_spec(Path(config.model.path) / "config.json")
+    check_scheduler_config(config.scheduler)
+    replay = config.replay
+    validate_keep(replay.keep_tokens, spec.window_tokens, replay.max_rollback_tokens)
+    return _Design(
+        config=config,
+        spec=spec,
+        layout=block_layout(spec, config.kv.record_format),
+        state=state_layout(spec, keep_tokens=replay.keep_tokens, rollback_tokens=replay.max_rollback_tokens),
+        device=device,
+    )
+
+
+def _build_keeper(design: _Design, *, cache: KvCache, worker: StoreWorker, reads: ReadServer) -> KvKeeper:
+    kv = design.config.kv
+    return KvKeeper(
+        cache=cache,
+        blocks=BlockPool(kv.pool_tokens // design.layout.block_tokens),
+        states=SwaPool(kv.state_slots, kv.snapshot_bytes),
+        store=worker,
+        reads=reads,
+        state_layout=design.state,
+        keep_tokens=design.config.replay.keep_tokens,
+    )
+
+
+def _ready(rank: int, config: EngineConfig, digests: ModelDigests, *, kv_tokens: int) -> RankReady:
+    logger.info("rank ready", extra={"kv_tokens": kv_tokens, "device": config.device.value})
+    return RankReady(
+        rank=rank,
+        kv_tokens_total=kv_tokens,
+        state_slots_total=config.kv.state_slots,
+        weights_digest=digests.weights,
+        tokenizer_digest=digests.tokenizer,
+        layout_digest=digests.layout,
+        numerics_class=digests.numerics_class,
+        store_kind=config.store.kind.value,
+    )
+
+
+def open_store(config: StoreConfig, layout: BlockLayout) -> BlockStore:
+    """The configured block store.
+
+    Raises:
+        ConfigError: a directory that cannot be used, with its path and the system's reason.
+    """
+    match config.kind:
+        case StoreKind.MEMORY:
+            return MemoryStore(layout, max_bytes=config.max_bytes)
+        case StoreKind.FILE:
+            return FileStore(Path(config.path), layout)
+
+
+def _progress_sender(mailbox: Mailbox, rank: int) -> Callable[[LoadProgress], None]:
+    def report(progress: LoadProgress) -> None:
+        mailbox.send(_progress(rank, "load", progress.done_bytes, progress.total_bytes, "bytes", progress.name))
+
+    return report
+
+
+def _progress(rank: int, stage: str, done: int, total: int, unit: str, item: str) -> Progress:
+    return Progress(rank=rank, stage=stage, done=done, total=total, unit=unit, item=item, at_ns=time.monotonic_ns())
+
+
+def _torch_device(device: Device) -> torch.device:
+    if device is Device.CPU:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device = gpu, but this machine shows no CUDA device; set device = cpu for the CPU profile")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,285 @@
+"""The attempts of one rank, from Submit to Released: what each message and each finished I/O job changes.
+
+Called by the step loop (loop.py) on one thread; it decides nothing about order (scheduler, admission) and computes nothing
+(stepper.py). The trap: any attempt may have ended while its I/O was away, so every completion checks `ended` first.
+"""
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+
+from prefill_engine.messages import (
+    AttemptFailed,
+    Cancel,
+    FromRank,
+    Release,
+    Released,
+    Resolved,
+    Stop,
+    StoreProgress,
+    Submit,
+    SwappedIn,
+    ToRank,
+    Waiting,
+)
+from prefill_engine.queue_limits import Refusal
+from prefill_engine.rank.attempt import Attempt, AttemptPhase, read_submit
+from prefill_engine.rank.kv_keeper import KvKeeper
+from prefill_engine.rank.model_runner import ModelDigests
+from prefill_engine.rank.planner import RankPlanner
+from prefill_engine.rank.store_worker import Completion, LoadDone, LookupDone, StoreWorker, WriteDone
+from prefill_plan.block_keys import BlockKey, ImageDigest, block_keys, chain_root
+from prefill_plan.errors import CapacityError
+from prefill_plan.kv_layout import BLOCK_TOKENS
+from prefill_plan.positions import embedding_spans
+
+logger = logging.getLogger(__name__)
+
+
+class RankEngine:
+    """Owner of the attempt records of a rank."""
+
+    def __init__(
+        self,
+        *,
+        kv: KvKeeper,
+        planner: RankPlanner,
+        store: StoreWorker,
+        digests: ModelDigests,
+        window_tokens: int,
+        num_sources: int,
+        send: Callable[[FromRank], None],
+    ) -> None:
+        self.attempts: dict[bytes, Attempt] = {}
+        self.stop_asked = False
+        self._kv = kv
+        self._planner = planner
+        self._store = store
+        self._digests = digests
+        self._window_tokens = window_tokens
+        self._num_sources = num_sources
+        self._send = send
+
+    # --- what arrives
+    def handle(self, message: ToRank) -> None:
+        """Acts on one message of the front."""
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel(attempt_id=attempt_id):
+                self._cancel(attempt_id)
+            case Release(attempt_id=attempt_id):
+                self._release(attempt_id)
+            case Stop():
+                self.stop_asked = True
+
+    def collect(self) -> None:
+        """Acts on every I/O job that has finished."""
+        while True:
+            try:
+                completion = self._store.completions.get_nowait()
+            except queue.Empty:
+                return
+            self._complete(completion)
+
+    def _submit(self, submit: Submit) -> None:
+        if submit.attempt_id in self.attempts:
+            logger.error("attempt submitted twice; the second one is ignored", extra={"request_id": submit.request_id})
+            return
+        attempt = read_submit(submit, self._keys(submit))
+        self.attempts[submit.attempt_id] = attempt
+        if attempt.num_blocks > self._kv.capacity_blocks:
+            limit = self._kv.capacity_blocks * BLOCK_TOKENS
+            text = f"the prompt has {attempt.prompt_tokens} tokens, KV memory of this engine holds {limit}"
+            self.fail(attempt, reason="KV_MEMORY", retry="NEVER", phase="ADMISSION", message=text)
+        elif not self._kv.start_resolving(attempt):
+            self._resolve(attempt, len(attempt.resident_slots))
+
+    def _keys(self, submit: Submit) -> tuple[BlockKey, ...]:
+        root = chain_root(
+            weights_digest=self._digests.weights,
+            tokenizer_digest=self._digests.tokenizer,
+            layout_digest=self._digests.layout,
+            numerics_class=self._digests.numerics_class,
+            tenant_salt=submit.cache_scope,
+        )
+        images = [ImageDigest(start=i.start, length=i.length, content_key=i.content_key) for i in submit.images]
+        return block_keys(root, submit.tokens, images=images)
+
+    def _cancel(self, attempt_id: bytes) -> None:
+        attempt = self.attempts.get(attempt_id)
+        if attempt is None:
+            self._send(Released(attempt_id=attempt_id, at_ns=time.monotonic_ns()))
+            return
+        attempt.ended = True
+        self.free_if_done(attempt)
+
+    def _release(self, attempt_id: bytes) -> None:
+        attempt = self.attempts.get(attempt_id)
+        if attempt is None:
+            self._send(Released(attempt_id=attempt_id, at_ns=time.monotonic_ns()))
+            return
+        attempt.release_asked = True
+        self.free_if_done(attempt)
+
+    # --- finished I/O
+    def _complete(self, completion: Completion) -> None:
+        attempt = self.attempts[completion.attempt_id]
+        if isinstance(completion, WriteDone):
+            attempt.writes_pending -= 1
+            attempt.blocks_committed += completion.committed
+            attempt.blocks_failed += completion.failed
+            if not attempt.ended:
+                self.report_store(attempt)
+            self.free_if_done(attempt)
+            return
+        attempt.read_pending = False
+        if attempt.ended:
+            self.free_if_done(attempt)
+        elif isinstance(completion, LookupDone):
+            self._resolve(attempt, len(attempt.resident_slots) + completion.present)
+        else:
+            self._finish_loading(attempt, completion)
+
+    def _resolve(self, attempt: Attempt, present_blocks: int) -> None:
+        """The hit is known: refuse the attempt, or accept and queue it."""
+        positions = self._kv.resolve(attempt, present_blocks=present_blocks)
+        if self._refuse(attempt):
+            return
+        attempt.phase = AttemptPhase.WAITING
+        source = "none" if positions.hit_tokens == 0 else "replay" if positions.replay_tokens else "local"
+        estimate = self._planner.estimate(attempt, self.attempts.values())
+        now_ns = time.monotonic_ns()
+        self._send(
+            Resolved(
+                attempt_id=attempt.attempt_id,
+                effective_hit=positions.hit_tokens,
+                replay_rows=positions.replay_tokens,
+                compute_rows=positions.replay_tokens + positions.new_tokens,
+                swa_source=source,
+                predicted_wait_seconds=estimate.wait_seconds,
+                predicted_finish_seconds=estimate.finish_seconds,
+                at_ns=now_ns,
+            )
+        )
+        self._send(
+            Waiting(
+                attempt_id=attempt.attempt_id,
+                ahead_requests=estimate.ahead_requests,
+                ahead_rows=estimate.ahead_rows,
+                waiting_for="queue",
+                at_ns=now_ns,
+            )
+        )
+
+    def _refuse(self, attempt: Attempt) -> bool:
+        """Ends an attempt that cannot be computed as resolved; True = ended."""
+        plan, limit = attempt.plan, attempt.submit.max_compute_rows
+        rows = plan.replay_tokens + plan.new_tokens
+        if limit is not None and rows > limit:
+            text = f"the hit shrank to {plan.hit_tokens} tokens: {rows} rows to compute, the caller allows {limit}"
+            self.fail(attempt, reason="HIT_LEASE_GONE", retry="REPLAN", phase="ADMISSION", message=text)
+            return True
+        refusal = self._planner.refuse_budget(attempt)
+        if refusal is not None:
+            self.refuse(attempt, refusal)
+            return True
+        needed = embedding_spans(
+            attempt.spans,
+            hit=plan.hit_tokens,
+            window_tokens=self._window_tokens,
+            snapshot_held=plan.replay_tokens == 0,
+        )
+        if needed:
+            text = (
+                f"{len(needed)} images reach into the rows to compute (the first at token {needed[0].start}, hit "
+                f"{plan.hit_tokens}), and this engine has no vision encoder"
+            )
+            self.fail(attempt, reason="IMAGE_REJECTED", retry="OTHER_PE", phase="IMAGES", message=text)
+            return True
+        return False
+
+    def _finish_loading(self, attempt: Attempt, done: LoadDone) -> None:
+        try:
+            shrunk = self._kv.finish_loading(attempt, done)
+        except CapacityError as error:
+            self.fail(attempt, reason=error.reason, retry="SAME_LATER", phase="SWAP_IN", message=error.message)
+            return
+        self._send(
+            SwappedIn(
+                attempt_id=attempt.attempt_id,
+                layers_ready=self._num_sources,
+                layers_total=self._num_sources,
+                num_bytes=done.num_bytes,
+                hit_shrunk_to=attempt.plan.hit_tokens if shrunk else -1,
+                took_seconds=done.seconds,
+                at_ns=time.monotonic_ns(),
+            )
+        )
+        if not (shrunk and self._refuse(attempt)):
+            self._start_running(attempt)
+
+    # --- admission
+    def admit(self, attempt_ids: Sequence[bytes]) -> None:
+        """Gives KV memory to waiting attempts, in order, and starts their swap-in."""
+        for attempt_id in attempt_ids:
+            attempt = self.attempts[attempt_id]
+            if not self._kv.admit(attempt):
+                return
+            if self._kv.start_loading(attempt):
+                attempt.phase = AttemptPhase.LOADING
+            else:
+                self._start_running(attempt)
+
+    def _start_running(self, attempt: Attempt) -> None:
+        self._kv.prepare_state(attempt)
+        attempt.phase = AttemptPhase.RUNNING
+
+    # --- the end
+    def fail(self, attempt: Attempt, *, reason: str, retry: str, phase: str, message: str) -> None:
+        """Ends an attempt with an error; its slots go back as soon as no I/O names them. `message` may be shown to users."""
+        self._send(
+            AttemptFailed(
+                attempt_id=attempt.attempt_id,
+                reason=reason,
+                retry=retry,
+                phase=phase,
+                public_message=message,
+                operator_detail="",
+                rows_computed=attempt.rows_computed,
+                at_ns=time.monotonic_ns(),
+            )
+        )
+        attempt.ended = True
+        self.free_if_done(attempt)
+
+    def refuse(self, attempt: Attempt, refusal: Refusal) -> None:
+        """Ends an attempt that this rank cannot serve."""
+        self.fail(attempt, reason=refusal.reason, retry=refusal.retry, phase="ADMISSION", message=refusal.message)
+
+    def report_store(self, attempt: Attempt) -> None:
+        """Tells the front what has been written so far."""
+        plan = attempt.plan
+        total = 0 if attempt.submit.store == "skip" else plan.end_new_block - plan.first_new_block
+        self._send(
+            StoreProgress(
+                attempt_id=attempt.attempt_id,
+                committed=attempt.blocks_committed,
+                total=total,
+                failed=attempt.blocks_failed,
+                snapshots=attempt.snapshots_held,
+                done=attempt.phase is AttemptPhase.COMPUTED and attempt.writes_pending == 0,
+                at_ns=time.monotonic_ns(),
+            )
+        )
+
+    def free_if_done(self, attempt: Attempt) -> None:
+        """Returns the slots of an attempt that nothing needs any more (serving.md 1.1, who frees what)."""
+        settled = attempt.release_asked or not attempt.submit.handoff
+        finished = attempt.ended or (attempt.phase is AttemptPhase.COMPUTED and settled)
+        if not (finished and attempt.is_idle) or attempt.attempt_id not in self.attempts:
+            return
+        self._kv.free(attempt)
+        del self.attempts[attempt.attempt_id]
+        self._send(Released(attempt_id=attempt.attempt_id, at_ns=time.monotonic_ns()))

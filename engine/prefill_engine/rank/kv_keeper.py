@@ -1,0 +1,226 @@
+"""The KV side of a rank: which slots an attempt holds, from the first look-up to the last release.
+
+Owner of BlockPool, SwaPool and the open exports; called by the step thread only. Store I/O goes through StoreWorker, reads of
+the decode side through ReadServer. The trap: a slot is freed only when the attempt is idle (no I/O names it) and its export is
+closed; `free` is the one place where that happens.
+"""
+
+from prefill_engine.block_pool import BlockPool
+from prefill_engine.kv_cache import KvCache
+from prefill_engine.messages import Region
+from prefill_engine.rank.attempt import Attempt
+from prefill_engine.rank.exports import build_components
+from prefill_engine.rank.read_server import ReadServer
+from prefill_engine.rank.store_worker import LoadDone, StoreWorker, WriteItem
+from prefill_engine.swa_pool import SwaPool, SwaSnapshot
+from prefill_plan.block_keys import snapshot_key
+from prefill_plan.errors import CapacityError
+from prefill_plan.kv_layout import BLOCK_TOKENS, StateLayout
+from prefill_plan.positions import PrefillPositions, effective_hit, plan_positions
+
+
+class KvKeeper:
+    """Slots, snapshots, exports and store jobs of all attempts of a rank."""
+
+    def __init__(
+        self,
+        *,
+        cache: KvCache,
+        blocks: BlockPool,
+        states: SwaPool,
+        store: StoreWorker,
+        reads: ReadServer,
+        state_layout: StateLayout,
+        keep_tokens: int,
+    ) -> None:
+        self.blocks = blocks
+        self.states = states
+        self._cache = cache
+        self._store = store
+        self._reads = reads
+        self._state_layout = state_layout
+        self._keep_tokens = keep_tokens
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that one attempt could get on an idle rank."""
+        return self.blocks.num_blocks - self.blocks.reserve_blocks
+
+    # --- hit
+    def start_resolving(self, attempt: Attempt) -> bool:
+        """Pins what the pool has and asks the store for the rest; True = an answer of the store is pending."""
+        limit = attempt.prompt_tokens if attempt.submit.offered_hit is None else attempt.submit.offered_hit
+        usable = effective_hit(min(limit, attempt.prompt_tokens), attempt.prompt_tokens, keep_tokens=self._keep_tokens)
+        wanted = attempt.keys[: usable // BLOCK_TOKENS]
+        attempt.resident_slots = self.blocks.match(wanted)
+        self.blocks.pin(attempt.resident_slots)
+        missing = wanted[len(attempt.resident_slots) :]
+        if not missing:
+            return False
+        attempt.read_pending = True
+        self._store.look_up(attempt.attempt_id, missing)
+        return True
+
+    def resolve(self, attempt: Attempt, *, present_blocks: int) -> PrefillPositions:
+        """Positions for a hit of `present_blocks` blocks; takes hold of the snapshot if one is there."""
+        positions = plan_positions(
+            attempt.prompt_tokens,
+            offered_hit=present_blocks * BLOCK_TOKENS,
+            keep_tokens=self._keep_tokens,
+            window_tokens=self._state_layout.window_tokens,
+            snapshot_held=lambda hit: self._find_snapshot(attempt, hit) is not None,
+            spans=attempt.spans,
+            embeddings_available=False,
+        )
+        attempt.positions = positions
+        attempt.next_row = positions.compute_start
+        attempt.snapshot = self._find_snapshot(attempt, positions.hit_tokens) if positions.replay_tokens == 0 else None
+        self._drop_residents_beyond(attempt, positions.hit_tokens // BLOCK_TOKENS)
+        return positions
+
+    def _find_snapshot(self, attempt: Attempt, position: int) -> SwaSnapshot | None:
+        if position <= 0:
+            return None
+        return self.states.get(snapshot_key(attempt.keys[position // BLOCK_TOKENS - 1]))
+
+    def _drop_residents_beyond(self, attempt: Attempt, num_blocks: int) -> None:
+        self.blocks.release(attempt.resident_slots[num_blocks:])
+        attempt.resident_slots = attempt.resident_slots[:num_blocks]
+
+    # --- admission
+    def admit(self, attempt: Attempt) -> bool:
+        """Takes every slot the whole prompt needs; False = no room after all, nothing taken.
+
+        Hit blocks are looked for again: others may have published some, and unpin() may have let some go.
+        """
+        hit_keys = attempt.keys[: attempt.plan.hit_tokens // BLOCK_TOKENS]
+        found = self.blocks.match(hit_keys)[len(attempt.resident_slots) :]
+        self.blocks.pin(found)
+        attempt.resident_slots += found
+        state_slot = self.states.allocate_state()
+        if state_slot is None:
+            return False
+        fresh = self.blocks.allocate(attempt.num_blocks - len(attempt.resident_slots))
+        if fresh is None:
+            self.states.release_state(state_slot)
+            return False
+        attempt.state_slot = state_slot
+        attempt.block_slots = attempt.resident_slots + fresh
+        attempt.num_published = len(attempt.resident_slots)
+        attempt.resident_slots = ()
+        return True
+
+    def unpin(self, attempt: Attempt) -> None:
+        """Lets go of the hit of an attempt that waits, because others need the room (admission.py)."""
+        self._drop_residents_beyond(attempt, 0)
+
+    def start_loading(self, attempt: Attempt) -> bool:
+        """Asks the store for hit blocks that are not in the pool; True = an answer is pending."""
+        hit_blocks = attempt.plan.hit_tokens // BLOCK_TOKENS
+        first = attempt.num_published
+        if first >= hit_blocks:
+            return False
+        attempt.read_pending = True
+        self._store.load(
+            attempt.attempt_id,
+            list(zip(attempt.keys[first:hit_blocks], attempt.block_slots[first:hit_blocks], strict=True)),
+        )
+        return True
+
+    def finish_loading(self, attempt: Attempt, done: LoadDone) -> bool:
+        """Publishes loaded blocks; True = the hit shrank and the positions are new.
+
+        Raises:
+            CapacityError: the hit shrank into blocks shared with others, and there is no room for own copies.
+        """
+        present = attempt.num_published + len(done.provenances)
+        shrunk = present * BLOCK_TOKENS < attempt.plan.hit_tokens
+        if shrunk:
+            self.resolve(attempt, present_blocks=present)
+        hit_blocks = attempt.plan.hit_tokens // BLOCK_TOKENS
+        for offset, provenance in enumerate(done.provenances):
+            index = attempt.num_published + offset
+            if index < hit_blocks:
+                self.blocks.publish(attempt.block_slots[index], attempt.keys[index], provenance=provenance)
+        self._own_blocks_from(attempt, hit_blocks)
+        attempt.num_published = hit_blocks
+        return shrunk
+
+    def _own_blocks_from(self, attempt: Attempt, first_block: int) -> None:
+        """Swaps resident blocks beyond a shrunk hit for fresh ones: rows will be computed there, and others read the old ones."""
+        shared = attempt.block_slots[first_block : attempt.num_published]
+        fresh = self.blocks.allocate(len(shared))
+        if fresh is None:
+            raise CapacityError(
+                f"the hit shrank to {first_block} blocks and {len(shared)} blocks are not free; the attempt is refused",
+                reason="KV_MEMORY",
+            )
+        end = first_block + len(shared)
+        attempt.block_slots = attempt.block_slots[:first_block] + fresh + attempt.block_slots[end:]
+        self.blocks.release(shared)
+
+    def prepare_state(self, attempt: Attempt) -> None:
+        """The state slot as the first chunk needs it: cleared, with the snapshot's rows if there is one."""
+        plan, snapshot = attempt.plan, attempt.snapshot
+        hit_slots = attempt.block_slots[: plan.hit_tokens // BLOCK_TOKENS]
+        is_exact = plan.replay_tokens == 0 and (snapshot is None or snapshot.exact)
+        attempt.provenance = max(self.blocks.provenance(hit_slots), int(not is_exact))
+        self._cache.clear_state(attempt.state_slot)
+        if snapshot is not None:
+            self._cache.restore_snapshot(attempt.state_slot, snapshot.position, snapshot.data)
+            attempt.snapshot = None
+
+    # --- results
+    def publish(self, attempt: Attempt, *, upto_blocks: int) -> None:
+        """Makes blocks [num_published, upto_blocks) findable in the pool; their bytes are complete."""
+        for index in range(attempt.num_published, upto_blocks):
+            self.blocks.publish(attempt.block_slots[index], attempt.keys[index], provenance=attempt.provenance)
+        attempt.num_published = max(attempt.num_published, upto_blocks)
+
+    def start_storing(self, attempt: Attempt, *, first_block: int, end_block: int) -> None:
+        """Hands newly computed blocks to the store worker."""
+        items = [
+            WriteItem(
+                key=attempt.keys[index],
+                slot=attempt.block_slots[index],
+                block_index=index,
+                provenance=attempt.provenance,
+            )
+            for index in range(first_block, end_block)
+        ]
+        if items:
+            attempt.writes_pending += 1
+            self._store.write(attempt.attempt_id, items)
+
+    def take_snapshots(self, attempt: Attempt, positions: tuple[int, ...]) -> None:
+        """Copies SWA state at `positions` into host memory (R13)."""
+        first_valid = attempt.plan.window_floor
+        for position in positions:
+            data = self._cache.take_snapshot(attempt.state_slot, position, first_valid=first_valid)
+            snapshot = SwaSnapshot(position=position, first_valid=first_valid, exact=attempt.provenance == 0, data=data)
+            key = snapshot_key(attempt.keys[position // BLOCK_TOKENS - 1])
+            self.states.put(key, snapshot)
+            if self.states.has(key):
+                attempt.snapshots_held += (position,)
+
+    def export(self, attempt: Attempt) -> tuple[Region, ...]:
+        """Opens everything a decode peer reads; the state slot is free afterwards, since the export holds a copy."""
+        components = build_components(attempt, cache=self._cache)
+        self.release_state(attempt)
+        return self._reads.open(attempt.attempt_id, components)
+
+    # --- the end
+    def release_state(self, attempt: Attempt) -> None:
+        if attempt.state_slot >= 0:
+            self.states.release_state(attempt.state_slot)
+            attempt.state_slot = -1
+
+    def free(self, attempt: Attempt) -> None:
+        """Returns every slot. Only for an attempt that is idle."""
+        assert attempt.is_idle, "I/O still names slots of the attempt"
+        self._reads.close(attempt.attempt_id)
+        self.release_state(attempt)
+        self.blocks.release(attempt.resident_slots)
+        self.blocks.release(attempt.block_slots)
+        attempt.resident_slots = attempt.block_slots = ()
+        attempt.snapshot = None

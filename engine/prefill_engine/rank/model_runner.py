@@ -1,0 +1,125 @@
+"""Loads the model of a rank and runs its steps. Owner of parameters and step numbers; slots come from the plan.
+
+The trap: everything runs under torch.inference_mode, and on the CPU a step blocks this thread until its bytes are written;
+only then may a block be published.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from prefill_engine.batch import AttemptRows, build_batch
+from prefill_engine.kv_cache import KvCache
+from prefill_engine.model.digests import tokenizer_digest, weights_digest
+from prefill_engine.model.engram_tables import build_engram_tables
+from prefill_engine.model.flash import DeepseekV41Flash
+from prefill_engine.model.load_progress import LoadProgress
+from prefill_engine.model.weights import load_parameters
+from prefill_engine.step_plan import ChunkPlan, StepPlan
+from prefill_kernels.numerics import PRODUCTION
+from prefill_kernels.ops import load_ops
+from prefill_plan.config import EngineConfig, Truncation
+from prefill_plan.kv_layout import BlockLayout, StateLayout
+from prefill_plan.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """logits: [num finished prompts, V] wide, in chunk order; seconds: of the whole pass."""
+
+    step_id: int
+    logits: Tensor
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDigests:
+    """32 bytes each; roots of the block keys (kv.md 2.2)."""
+
+    weights: bytes
+    tokenizer: bytes
+    layout: bytes
+    numerics_class: str
+
+
+class ModelRunner:
+    """One rank's model, cache and step counter."""
+
+    def __init__(
+        self, model: DeepseekV41Flash, cache: KvCache, *, truncation: Truncation, device: torch.device
+    ) -> None:
+        self.cache = cache
+        self.num_steps = 0
+        self._model = model
+        self._truncation = truncation
+        self._device = device
+
+    def run(
+        self, chunks: tuple[ChunkPlan, ...], rows: Mapping[bytes, AttemptRows], *, on_layer: Callable[[int, int], None]
+    ) -> StepResult:
+        """One step; no chunks = placeholder. on_layer(step_id, layer) is called after each layer."""
+        self.num_steps += 1
+        step_id = self.num_steps
+        start = time.monotonic()
+        with torch.inference_mode():
+            batch = build_batch(
+                StepPlan(step_id=step_id, chunks=chunks),
+                rows,
+                spec=self._model.spec,
+                state=self.cache.state,
+                truncation=self._truncation,
+                device=self._device,
+            )
+            output = self._model.forward(batch, self.cache, on_layer=lambda layer: on_layer(step_id, layer))
+        return StepResult(step_id=step_id, logits=output.logits, seconds=time.monotonic() - start)
+
+
+def load_model(
+    config: EngineConfig, spec: ModelSpec, *, device: torch.device, progress: Callable[[LoadProgress], None]
+) -> DeepseekV41Flash:
+    """Reads the checkpoint and builds the model.
+
+    Raises:
+        CheckpointError: files do not match the config.
+        ConfigError: the kernel set is not available.
+    """
+    path = Path(config.model.path)
+    parameters = load_parameters(path, spec, device=device, expert_range=range(spec.num_experts), progress=progress)
+    tables = build_engram_tables(spec, path / "tokenizer.json") if spec.engram is not None else None
+    return DeepseekV41Flash(
+        spec,
+        parameters,
+        ops=load_ops(config.ops),
+        numerics=PRODUCTION,
+        engram_tables=tables,
+        record_format=config.kv.record_format,
+    )
+
+
+def read_digests(config: EngineConfig, layout: BlockLayout) -> ModelDigests:
+    """What block keys of this engine are rooted in. The numerics class names everything that may change a byte."""
+    path = Path(config.model.path)
+    return ModelDigests(
+        weights=weights_digest(path),
+        tokenizer=tokenizer_digest(path),
+        layout=layout.digest(),
+        numerics_class=f"{config.device}-{config.ops}-{config.kv.record_format}-invariant",
+    )
+
+
+def build_cache(
+    config: EngineConfig, spec: ModelSpec, *, layout: BlockLayout, state: StateLayout, device: torch.device
+) -> KvCache:
+    """The preallocated pools of a rank, sized by the configuration."""
+    return KvCache(
+        spec,
+        layout=layout,
+        state=state,
+        num_blocks=config.kv.pool_tokens // layout.block_tokens,
+        num_state_slots=config.kv.state_slots,
+        device=device,
+    )
