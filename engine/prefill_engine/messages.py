@@ -6,15 +6,15 @@ ReadReply) and *events* (rank -> front: everything else). All times named at_ns 
 clock for all processes of a machine; they never leave it.
 """
 
-import msgspec
+from prefill_plan.config import Struct
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+class Message(Struct, tag=True):
     """Base: tagged, so a union decodes by type."""
 
 
 # --- front -> rank ------------------------------------------------------------------------------------------------------
-class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
+class ImageItem(Struct):
     """Image span [start, start + length) of the prompt; content_key: 32 bytes (serving.md 4.4)."""
 
     start: int
@@ -22,7 +22,7 @@ class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
     content_key: bytes
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(Struct):
     """How the first token is chosen. sample False: no token. temperature 0 = greedy, top_p 0 = 1 (C50).
 
     forced_token: a retry must repeat this token (Resume); -1 = none.
@@ -204,7 +204,7 @@ class FirstTokenReady(Message):
     at_ns: int
 
 
-class Region(msgspec.Struct, frozen=True, kw_only=True):
+class Region(Struct):
     """One component of the hand-over: pe.v1.ComponentKind number and length. Zero-length components are left out."""
 
     kind: int
@@ -258,7 +258,7 @@ class Released(Message):
     at_ns: int
 
 
-class StepModelReport(msgspec.Struct, frozen=True, kw_only=True):
+class StepModelReport(Struct):
     """step(ms) = a + enc*encoder rows + dec*decoder rows + ctx*sum(rows*context)/1e6 (serving.md 2.2)."""
 
     a_ms: float
@@ -269,7 +269,7 @@ class StepModelReport(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
 
 
-class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+class StepReport(Struct):
     """One finished step, for metrics. kind: "real", "placeholder" or "canary"."""
 
     kind: str
@@ -322,7 +322,7 @@ FromRank = (
 
 
 # --- process start ------------------------------------------------------------------------------------------------------
-class RankArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RankArgs(Struct):
     """What a rank process is started with. config: JSON of EngineConfig. socket_dir: holds the lanes' ipc sockets, bound by the
     front as `<lane>-<rank>`. fault: test hook `exit=12[@phase]`, empty in production (C31)."""
 

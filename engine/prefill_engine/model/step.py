@@ -1,0 +1,66 @@
+"""What the modules of the model hand to each other: fixed equipment, one step's inputs, the residual, the shared KV.
+
+All of it is frozen. The cross-layer state of model.md 1.3 is SharedKv: a layer takes one and returns one, nothing is written
+sideways; what outlives the step is in the KvCache and is written only through slots of the Batch.
+
+Legend: N rows, D hidden, S residual streams, C head dim, I index head dim, K index top-k, E gathered entries.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from prefill_engine.batch import Batch
+from prefill_engine.kv_cache import KvCache
+from prefill_kernels.numerics import Numerics
+from prefill_kernels.ops import Ops
+
+Observer = Callable[[str, int, Tensor], None]
+"""Called as observe(name, layer, tensor) with intermediate values; the names are listed in flash.py. It must not keep a tensor
+without cloning it."""
+
+
+def ignore(_name: str, _layer: int, _tensor: Tensor) -> None:
+    """The observer of production: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equipment:
+    """The same for every module and every step. record_format: "fp4" or "fp8" main-KV records (ignored by a raw cache)."""
+
+    ops: Ops
+    numerics: Numerics
+    record_format: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One forward pass: its batch, the caches it reads and writes, and who watches."""
+
+    batch: Batch
+    cache: KvCache
+    observe: Observer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """Between two sub-layers: streams [N, S, D] act, and pre [N, S] wide, the mix that collapses them for the next one."""
+
+    streams: Tensor
+    pre: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedKv:
+    """What a layer reads of the nearest KV, index-key and top-k source at or before it (model.md 1.2).
+
+    main_kv: [E, C] act, all visible entries of all sequences, decoded. index_keys: [E, I] act, in the same order.
+    selected: [N, K] int32 rows of main_kv, ascending, -1 padded. candidates: [N, candidate blocks] int32 block numbers within the
+    sequence, ascending, -1 padded. None: no source has run yet.
+    """
+
+    main_kv: Tensor | None = None
+    index_keys: Tensor | None = None
+    selected: Tensor | None = None
+    candidates: Tensor | None = None
