@@ -13,8 +13,10 @@ import torch
 class Numerics:
     """Rounding points of one run (decisions C8).
 
-    activation: dtype of activations; bf(x) of model.md rounds to it. bfloat16 in production, float32 or float64 in checks.
-    quantise_activations: e4m3/ue8m0 per 32 channels before every fp8 or fp4 matmul (model.md 3.3). Dense weights never are.
+    activation: dtype of activations; bf(x) of model.md rounds to it. bfloat16 in production, float32 or
+        float64 in checks.
+    quantise_activations: e4m3/ue8m0 per 32 channels before every fp8 or fp4 matmul (model.md 3.3). Dense weights
+        never are.
     quantise_cache: window KV e4m3 per 32, main KV e2m1 per 16 (or e4m3 per 32), index queries and keys e2m1 per 32.
         False needs a KvCache in the test-only raw format.
     """

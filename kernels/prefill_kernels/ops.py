@@ -1,15 +1,17 @@
-"""The operations a prefill engine needs, as one protocol with two implementations: `ref` (plain torch, the definition and the
-CPU backend) and `gpu` (Triton).
+"""The operations a prefill engine needs, as one protocol with two implementations: `ref` (plain torch, the definition
+and the CPU backend) and `gpu` (Triton).
 
 Models receive an `Ops` and call it; nothing else in the house knows which implementation runs. The contract of each op
 (formula, rounding points, source) is the docstring of `ref/<op>.py`; here are the shapes. Legend:
 
-    N rows of the step (all sequences back to back), B sequences (chunks), D hidden, S residual streams, H heads, C head dim,
-    I index head dim, K index top-k, W window, E compressed entries of all sequences back to back, V vocabulary, X experts
+    N rows of the step (all sequences back to back), B sequences (chunks), D hidden, S residual streams, H heads, C
+    head dim, I index head dim, K index top-k, W window, E compressed entries of all sequences back to back, V
+    vocabulary, X experts
 
-Ragged batches are described by `cu_rows_B1` ([B + 1] int32: rows of sequence b are cu_rows[b]..cu_rows[b+1]). Index tensors are
-int32 (int64 where said), -1 is "none". "act" is numerics.activation. The trap: row results must not depend on the other rows
-of the batch nor on where a chunk was cut (decisions 22, C10), so every reduction has a fixed order and a fixed width.
+Ragged batches are described by `cu_rows_B1` ([B + 1] int32: rows of sequence b are cu_rows[b]..cu_rows[b+1]). Index
+tensors are int32 (int64 where said), -1 is "none". "act" is numerics.activation. The trap: row results must not
+depend on the other rows of the batch nor on where a chunk was cut (decisions 22, C10), so every reduction has a fixed
+order and a fixed width.
 """
 
 from dataclasses import dataclass
@@ -53,13 +55,20 @@ class Routing:
 class Ops(Protocol):
     """Everything the forward pass of model.md sections 2 and 3 is made of."""
 
-    # --- embedding, streams -------------------------------------------------------------------------------------------
     def embed_tokens(self, weight_VD: Tensor, token_ids_N: Tensor, *, numerics: Numerics) -> Tensor:
         """[N, D] act; ids outside [0, V) give zero rows."""
         ...
 
     def mhc_mixes(
-        self, streams_NSD: Tensor, fn_MF: Tensor, base_M: Tensor, scale_3: Tensor, *, num_iters: int, hc_eps: float, rms_eps: float
+        self,
+        streams_NSD: Tensor,
+        fn_MF: Tensor,
+        base_M: Tensor,
+        scale_3: Tensor,
+        *,
+        num_iters: int,
+        hc_eps: float,
+        rms_eps: float,
     ) -> MhcMixes:
         """Mixes of one sub-layer from its input streams; fn [2S + S*S, S*D], base [2S + S*S], scale [3], all fp32."""
         ...
@@ -76,7 +85,6 @@ class Ops(Protocol):
         """[N, D] mean over streams (DSpark feature), in the streams' dtype."""
         ...
 
-    # --- dense ------------------------------------------------------------------------------------------------------
     def rms_norm(self, x_ND: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
         """[.., D] in x's dtype, one rounding at the end."""
         ...
@@ -86,14 +94,14 @@ class Ops(Protocol):
         ...
 
     def grouped_linear(self, x_NGK: Tensor, weight: Weight, *, numerics: Numerics) -> Tensor:
-        """[N, G * out_per_group] act: group g of x times rows g of weight [G * out_per_group, K]; x is never quantised (profile R)."""
+        """[N, G * out_per_group] act: group g of x times rows g of weight [G * out_per_group, K]; x is never
+        quantised (profile R)."""
         ...
 
     def rope(self, x_NHC: Tensor, positions_N: Tensor, frequencies: Tensor, *, inverse: bool = False) -> Tensor:
         """x [N, .., C] with its last 2 * len(frequencies) channels rotated, rounded to x's dtype; a new tensor."""
         ...
 
-    # --- compressor, cache records --------------------------------------------------------------------------------------
     def pool_pairs(
         self,
         latent_NC: Tensor,
@@ -105,7 +113,8 @@ class Ops(Protocol):
         *,
         numerics: Numerics,
     ) -> Tensor:
-        """[G, C] act: one row per ratio-2 group that closes in the step, sequences in order. Reads, then updates state in place."""
+        """[G, C] act: one row per ratio-2 group that closes in the step, sequences in order. Reads, then updates
+        state in place; state slot -1 (placeholder): nothing is read or written."""
         ...
 
     def encode_window(self, kv_NC: Tensor, *, numerics: Numerics) -> Tensor:
@@ -137,14 +146,15 @@ class Ops(Protocol):
         ...
 
     def gather_rows(self, x_MR: Tensor, index_N: Tensor) -> Tensor:
-        """[N, ..] bitwise copies of x's rows; an index outside [0, M) gives a zero row. x may be strided."""
+        """[N, R] bitwise copies of x's rows; an index outside [0, M) gives a zero row. x may be strided, and may be
+        pages [Z, E, R]: then index z * E + e is row e of page z (pages are views of cache blocks that can't be
+        flattened)."""
         ...
 
     def scatter_rows(self, x_MR: Tensor, index_N: Tensor, rows_NR: Tensor) -> None:
-        """x[index[n]] = rows[n] in place, bitwise; index -1 writes nothing; indices are unique."""
+        """x[index[n]] = rows[n] in place, bitwise; index -1 writes nothing; indices are unique. x as in gather_rows."""
         ...
 
-    # --- attention --------------------------------------------------------------------------------------------------
     def index_select(
         self,
         query_NHI: Tensor,
@@ -161,8 +171,8 @@ class Ops(Protocol):
     ) -> IndexSelection:
         """Best `topk` of the row's visible entries, which are keys[key_start : key_start + num_visible].
 
-        candidates given: only entries inside those blocks compete. num_candidate_blocks > 0: candidates are returned too
-        (from all visible entries). Ties go to the lowest index.
+        candidates given: only entries inside those blocks compete. num_candidate_blocks > 0: candidates are returned
+        too (from all visible entries). Ties go to the lowest index.
         """
         ...
 
@@ -178,11 +188,11 @@ class Ops(Protocol):
         scale: float,
         numerics: Numerics,
     ) -> Tensor:
-        """[N, H, C] act: softmax over window keys and selected entries with a per-head sink; K = V. Both index tensors are rows
-        of their key tensor (already offset per sequence), -1 = empty slot. entries None: window only."""
+        """[N, H, C] act: softmax over window keys and selected entries with a per-head sink; K = V. Both index
+        tensors are rows of their key tensor (already offset per sequence), -1 = empty slot. entries None: window
+        only."""
         ...
 
-    # --- MoE --------------------------------------------------------------------------------------------------------
     def route(
         self,
         x_ND: Tensor,
@@ -208,7 +218,8 @@ class Ops(Protocol):
         swiglu_limit: float,
         numerics: Numerics,
     ) -> Tensor:
-        """[N, top-k, D] act, slot order of routing; slots of experts outside [first_expert, first_expert + local) are zero."""
+        """[N, top-k, D] act, slot order of routing; slots of experts outside [first_expert, first_expert + local) are
+        zero."""
         ...
 
     def shared_expert(self, x_ND: Tensor, expert: ExpertWeights, *, swiglu_limit: float, numerics: Numerics) -> Tensor:
@@ -219,7 +230,6 @@ class Ops(Protocol):
         """[N, D]: sum over slots in order, then shared, accumulated wide, one rounding to the inputs' dtype."""
         ...
 
-    # --- Engram, head -----------------------------------------------------------------------------------------------
     def engram_hash(
         self,
         compressed_ids_N: Tensor,
@@ -231,8 +241,9 @@ class Ops(Protocol):
         offsets: Tensor,
         pad_id: int,
     ) -> Tensor:
-        """[N, num n-gram sizes * heads] int64 table rows. compressed_ids int64, -1 = image; history: the ids before each chunk,
-        oldest first, -1 = image or before the start. primes [n-gram sizes, heads], offsets flat, multipliers [max n-gram]: int64."""
+        """[N, num n-gram sizes * heads] int64 table rows. compressed_ids int64, -1 = image; history: the ids before
+        each chunk, oldest first, -1 = image or before the start. primes [n-gram sizes, heads], offsets flat,
+        multipliers [max n-gram]: int64."""
         ...
 
     def engram_lookup(self, table: EngramTable, rows_NR: Tensor, *, numerics: Numerics) -> Tensor:
@@ -240,9 +251,17 @@ class Ops(Protocol):
         ...
 
     def engram_gate(
-        self, streams_NSD: Tensor, kv_ND5: Tensor, query_weight_SD: Tensor, key_weight_SD: Tensor, is_image_N: Tensor, *, rms_eps: float
+        self,
+        streams_NSD: Tensor,
+        kv_ND5: Tensor,
+        query_weight_SD: Tensor,
+        key_weight_SD: Tensor,
+        is_image_N: Tensor,
+        *,
+        rms_eps: float,
     ) -> tuple[Tensor, Tensor]:
-        """(new streams [N, S, D], gates [N, S] wide); kv [N, (S + 1) * D] = k_0..k_{S-1}, v. Image rows: unchanged, gate 0."""
+        """(new streams [N, S, D], gates [N, S] wide); kv [N, (S + 1) * D] = k_0..k_{S-1}, v. Image rows: unchanged,
+        gate 0."""
         ...
 
     def lm_head(self, h_ND: Tensor, weight: DenseWeight, *, numerics: Numerics) -> Tensor:
@@ -253,13 +272,19 @@ class Ops(Protocol):
 def load_ops(name: str) -> Ops:
     """The one place that chooses an implementation: "ref" (any machine) or "triton" (CUDA; not built yet).
 
+    "ref" pins torch to one CPU thread, process-wide: with another thread count some GEMM shapes differ in the last bit, and
+    all processes that share KV must agree on every bit (decisions 22).
+
     Raises:
         ValueError: another name, with the choices.
     """
     match name:
         case "ref":
+            import torch
+
             import prefill_kernels.ref as ref
 
+            torch.set_num_threads(1)
             return ref
         case _:
             raise ValueError(f"ops {name!r} is not available: expected 'ref' (the Triton set 'triton' is not built yet)")

@@ -56,8 +56,8 @@ class ExpertWeights:
 class EngramTable:
     """Hash table of one Engram layer.
 
-    data: [rows, head_dim] float8_e4m3fn with scale [rows, head_dim/32] uint8 (ue8m0); a dense checkpoint has bfloat16 data and
-    no scale.
+    data: [rows, head_dim] float8_e4m3fn with scale [rows, head_dim/32] uint8 (ue8m0); a dense checkpoint has bfloat16
+        data and no scale.
     """
 
     data: Tensor
