@@ -23,6 +23,7 @@ from prefill_engine.step_plan import ChunkPlan, StepPlan
 from prefill_kernels.numerics import PRODUCTION
 from prefill_kernels.ops import load_ops
 from prefill_plan.config import EngineConfig, Truncation
+from prefill_plan.errors import ConfigError
 from prefill_plan.kv_layout import BlockLayout, StateLayout
 from prefill_plan.model_spec import ModelSpec
 
@@ -87,13 +88,17 @@ def load_model(
         CheckpointError: files do not match the config.
         ConfigError: the kernel set is not available.
     """
+    try:
+        ops = load_ops(config.ops)
+    except ValueError as error:
+        raise ConfigError(f"ops = {config.ops}: {error}") from error
     path = Path(config.model.path)
     parameters = load_parameters(path, spec, device=device, expert_range=range(spec.num_experts), progress=progress)
     tables = build_engram_tables(spec, path / "tokenizer.json") if spec.engram is not None else None
     return DeepseekV41Flash(
         spec,
         parameters,
-        ops=load_ops(config.ops),
+        ops=ops,
         numerics=PRODUCTION,
         engram_tables=tables,
         record_format=config.kv.record_format,

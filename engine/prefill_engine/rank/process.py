@@ -20,7 +20,7 @@ from prefill_engine.rank.errors_at_exit import InjectedFault, describe_failure, 
 from prefill_engine.rank.lanes import DataLane, RankLanes
 from prefill_engine.rank.read_server import ReadServer
 from prefill_plan.config import EngineConfig
-from prefill_plan.errors import ExitCode
+from prefill_plan.errors import ExitCode, PrefillError
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,12 @@ def rank_main(args_json: bytes, parent_pipe: Connection) -> None:
         rank.run()
     except Exception as error:
         failure = describe_failure(error, rank=args.dp_rank, phase=rank.phase)
-        logger.exception("rank failed", extra={"exit_code": failure.exit_code, "phase": rank.phase})
+        # Our own errors say all there is to say; a traceback is for what nobody expected.
+        logger.error(
+            "rank failed",
+            extra={"exit_code": failure.exit_code, "phase": rank.phase, "detail": failure.detail},
+            exc_info=not isinstance(error, PrefillError),
+        )
         lanes.send(failure)
         code = failure.exit_code
     lanes.close()  # waits until the last events are out
