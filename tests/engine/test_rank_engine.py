@@ -57,6 +57,7 @@ def test_cold_attempt_reports_its_whole_life_in_order(rank: RankHarness) -> None
     assert life == [
         "Resolved",
         "Waiting",
+        "Started",
         "ChunkFinished",
         "ChunkFinished",
         "ChunkFinished",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from prefill_engine.batch import AttemptRows
-from prefill_engine.messages import ChunkFinished, Computed, FirstTokenReady, FromRank
+from prefill_engine.messages import ChunkFinished, Computed, FirstTokenReady, FromRank, Started
 from prefill_engine.rank.attempt import Attempt, AttemptPhase
 from prefill_engine.rank.engine import RankEngine
 from prefill_engine.rank.kv_keeper import KvKeeper
@@ -46,6 +46,9 @@ class Stepper:
             )
             for attempt in attempts
         }
+        for attempt in attempts:
+            if attempt.rows_computed == 0:
+                self._send(Started(attempt_id=attempt.attempt_id, at_ns=time.monotonic_ns()))
         result = self._runner.run(chunks, rows, on_layer=on_layer)
         finished = iter(result.logits)
         for attempt, chunk in zip(attempts, chunks, strict=True):

@@ -1,0 +1,311 @@
+"""`prefill-engine serve`: builds every object of the front, starts the rank processes, and turns the end into an exit code.
+
+Start order: checks -> ports -> lanes -> ranks -> READY. End order: drain -> ranks -> servers. The trap: ports open before the
+weights are loaded, so that health answers while starting; until then every call is refused with STARTING.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
+
+from prefill_engine.front.attempts import Attempts
+from prefill_engine.front.exits import Ending, judge_rank_loss, termination_json, write_termination
+from prefill_engine.front.front import Front
+from prefill_engine.front.lanes import RankLanes
+from prefill_engine.front.lifecycle import Lifecycle
+from prefill_engine.front.load import LoadBoard
+from prefill_engine.front.ports import OpenPorts, open_ports
+from prefill_engine.front.rank_process import RankProcess
+from prefill_engine.front.served_model import EngineIdentity, ServedModel, build_served_model
+from prefill_engine.front.telemetry import Telemetry
+from prefill_engine.front.tickets import Tickets
+from prefill_engine.messages import RankArgs, RankReady, ToRank
+from prefill_engine.metrics import Metrics
+from prefill_engine.settings import HostIdentity
+from prefill_plan.config import EngineConfig, StoreKind
+from prefill_plan.errors import CheckpointError, ConfigError, ExitCode
+from prefill_plan.model_spec import ModelSpec, load_model_spec
+from prefill_plan.positions import validate_keep
+
+logger = logging.getLogger(__name__)
+
+_STALL_SECONDS = 60.0  # C44: a load that makes progress may pass its time-out
+_WATCH_SECONDS = 0.05
+_ATTEMPT_ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What the command line adds to the configuration. rank_entry: `module:function` of a rank's main. fault: test hook (C31).
+    announce: gets one JSON line when the ports are open and one when the engine is ready."""
+
+    termination_log: Path
+    ready_file: Path | None
+    rank_entry: str
+    fault: str
+    announce: Callable[[str], None]
+
+
+def run_serve(config: EngineConfig, identity: HostIdentity, options: ServeOptions) -> Ending:
+    """Serves until SIGTERM, SIGINT or the loss of a rank; the termination message is written before it returns."""
+    try:
+        spec = check_start(config)
+        ending = asyncio.run(_serve(config, spec, identity, options))
+    except ConfigError as error:
+        ending = Ending(exit_code=ExitCode.CONFIG, phase="start", rank=None, detail=error.message)
+    except CheckpointError as error:
+        ending = Ending(exit_code=ExitCode.CHECKPOINT, phase="start", rank=None, detail=error.message)
+    write_termination(options.termination_log, termination_json(ending, plan_hash=identity.plan_hash))
+    return ending
+
+
+def check_start(config: EngineConfig) -> ModelSpec:
+    """Everything that can be refused before a process is started.
+
+    Raises:
+        ConfigError: keep tokens below window + rollback, store directory unusable, sizes that make no sense.
+        CheckpointError: the model's config.json is missing or wrong.
+    """
+    try:
+        spec = load_model_spec(Path(config.model.path))
+    except (ConfigError, OSError) as error:
+        raise CheckpointError(f"model.path {config.model.path}: {error}") from error
+    replay = config.replay
+    validate_keep(replay.keep_tokens, spec.window_tokens, replay.max_rollback_tokens)
+    if config.store.kind is StoreKind.FILE:
+        _check_store(Path(config.store.path))
+    if config.parallel.dp_size < 1:
+        raise ConfigError(f"parallel.dp_size {config.parallel.dp_size}, expected at least 1")
+    return spec
+
+
+def _check_store(path: Path) -> None:
+    if not path.name:
+        raise ConfigError("store.path is empty, a file store needs a directory")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        # access() says yes to root whatever the medium; only a write proves that the directory takes one.
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        os.listdir(path)
+    except OSError as error:
+        raise ConfigError(f"store.path {path}: not a readable and writable directory: {error.strerror}") from error
+
+
+async def _serve(config: EngineConfig, spec: ModelSpec, host: HostIdentity, options: ServeOptions) -> Ending:
+    socket_dir = tempfile.mkdtemp(prefix="pe-")
+    context = zmq.asyncio.Context()
+    registry = CollectorRegistry()
+    epoch = time.time_ns() // 1_000_000
+    front = build_front(config, spec, context=context, socket_dir=socket_dir, registry=registry, epoch=epoch, host=host)
+    ports: OpenPorts | None = None
+    processes: list[RankProcess] = []
+    try:
+        ports = await open_ports(front, config, registry=registry)
+        front.endpoint = f"{host.pod_ip or config.server.host}:{ports.port}"
+        processes = [
+            RankProcess(
+                RankArgs(config=msgspec.json.encode(config), dp_rank=rank, socket_dir=socket_dir, fault=options.fault),
+                entry=options.rank_entry,
+            )
+            for rank in front.lanes
+        ]
+        facts = _facts(config, host, ports, processes, epoch)
+        options.announce(json.dumps({"event": "listening", **facts}))
+        logger.info("listening", extra={**facts, "config": msgspec.to_builtins(config)})
+        return await _run_until_end(front, config, options, processes, facts)
+    finally:
+        for process in processes:
+            process.kill()
+        if ports is not None:
+            await ports.close()
+        for lanes in front.lanes.values():
+            lanes.close()
+        context.term()
+        shutil.rmtree(socket_dir, ignore_errors=True)
+        if options.ready_file is not None:
+            options.ready_file.unlink(missing_ok=True)
+
+
+def build_front(
+    config: EngineConfig,
+    spec: ModelSpec,
+    *,
+    context: zmq.asyncio.Context,
+    socket_dir: str,
+    registry: CollectorRegistry,
+    epoch: int,
+    host: HostIdentity,
+) -> Front:
+    """Every object of the front, by name. Call it inside the running loop."""
+    clock = time.monotonic
+    started = clock()
+    lanes = {rank: RankLanes(context, socket_dir=socket_dir, rank=rank) for rank in range(config.parallel.dp_size)}
+    board = LoadBoard(num_ranks=len(lanes), chunk_rows=config.scheduler.chunk_cap_tokens, epoch=epoch, started=started)
+    telemetry = Telemetry(Metrics(registry), board, started=started)
+
+    def send(rank: int, message: ToRank) -> None:
+        lanes[rank].send(message)
+
+    lifecycle = Lifecycle(
+        limits=config.server,
+        ranks=tuple(lanes),
+        attempts=Attempts(result_seconds=config.handoff.result_seconds),
+        tickets=Tickets(
+            ttl_seconds=config.handoff.ticket_seconds,
+            max_seconds=config.handoff.ticket_max_seconds,
+            keep_seconds=config.handoff.result_seconds,
+        ),
+        send=send,
+        clock=clock,
+        new_id=new_id,
+        wait_of=board.wait_seconds,
+        observer=telemetry,
+    )
+
+    def build_served(ranks: Sequence[RankReady], endpoint: str) -> ServedModel:
+        identity = EngineIdentity(
+            engine_id=host.engine_id,
+            epoch=epoch,
+            endpoint=endpoint,
+            zone=host.zone,
+            build=f"prefill {metadata.version('prefill')}",
+        )
+        return build_served_model(config, spec, identity=identity, ranks=ranks)
+
+    return Front(
+        lanes=lanes, lifecycle=lifecycle, board=board, telemetry=telemetry, build_served=build_served, clock=clock
+    )
+
+
+def new_id() -> bytes:
+    """A fresh random 128-bit id."""
+    return secrets.token_bytes(_ATTEMPT_ID_BYTES)
+
+
+async def _run_until_end(
+    front: Front,
+    config: EngineConfig,
+    options: ServeOptions,
+    processes: Sequence[RankProcess],
+    facts: dict[str, object],
+) -> Ending:
+    """The first of: a rank lost, drained after a signal, load time-out, an error of the front itself."""
+    _drain_on_signals(front, seconds=config.server.drain_seconds)
+    running = asyncio.create_task(_run_front(front))
+    endings: list[Coroutine[None, None, Ending]] = [
+        front.rank_loss(processes),
+        _drained(front),
+        _load_timeout(front, seconds=config.server.load_timeout_seconds),
+    ]
+    watching = [asyncio.create_task(ending) for ending in endings]
+    announcing = asyncio.create_task(_announce_ready(front, options, facts))
+    tasks = [running, announcing, *watching]
+    try:
+        done, _ = await asyncio.wait([running, *watching], return_when=asyncio.FIRST_COMPLETED)
+        ending = next(iter(done)).result()
+        if ending.exit_code is ExitCode.DRAINED:
+            # From here on the end of a rank is what we asked for; the front runs on to hear its last words.
+            await _end_tasks(watching)
+            failed = await front.stop_ranks(processes)
+            if failed:
+                ending = judge_rank_loss(exit_codes=failed, reports=front.reports, phase="drain")
+    finally:
+        await _end_tasks(tasks)
+    level = logging.INFO if ending.exit_code is ExitCode.DRAINED else logging.ERROR
+    extra = {"exit": int(ending.exit_code), "phase": ending.phase, "dp_rank": ending.rank, "detail": ending.detail}
+    logger.log(level, "engine ended", extra=extra)
+    return ending
+
+
+async def _end_tasks(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _drain_on_signals(front: Front, *, seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+
+    def begin(number: signal.Signals) -> None:
+        # A second Ctrl-C means now; a second SIGTERM changes nothing (C43).
+        again = number is signal.SIGINT and front.stopping.is_set()
+        logger.info("drain begins", extra={"signal": number.name, "seconds": 0.0 if again else seconds})
+        front.lifecycle.begin_drain(seconds=0.0 if again else seconds, finish_queued=False)
+        front.stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, begin, number)
+
+
+async def _run_front(front: Front) -> Ending:
+    try:
+        await front.run()
+    except ExceptionGroup as group:
+        # Our own bug, or ranks that disagree: said once in the log, then in the termination message.
+        logger.exception("front failed")
+        detail = "; ".join(f"{type(error).__name__}: {error}" for error in group.exceptions)
+        return Ending(exit_code=ExitCode.UNKNOWN, phase=front.phase, rank=None, detail=detail)
+    raise AssertionError("the front ended without a reason")
+
+
+async def _drained(front: Front) -> Ending:
+    await front.stopping.wait()
+    while not front.lifecycle.drain_status().done:
+        await asyncio.sleep(_WATCH_SECONDS)
+    return Ending(exit_code=ExitCode.DRAINED, phase="drain", rank=None, detail="drained")
+
+
+async def _load_timeout(front: Front, *, seconds: float) -> Ending:
+    await asyncio.sleep(seconds)
+    while not front.ready.is_set():
+        stalled = front.seconds_without_progress
+        if stalled > _STALL_SECONDS:
+            detail = f"not ready after {seconds:.0f} s and no progress for {stalled:.0f} s"
+            return Ending(exit_code=ExitCode.UNKNOWN, phase=front.phase, rank=None, detail=detail)
+        await asyncio.sleep(1.0)
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+async def _announce_ready(front: Front, options: ServeOptions, facts: dict[str, object]) -> None:
+    await front.ready.wait()
+    line = json.dumps({"event": "ready", **facts})
+    if options.ready_file is not None:
+        # Renamed into place: who waits for the file never reads half of it.
+        part = options.ready_file.with_name(options.ready_file.name + ".part")
+        part.write_text(line + "\n")
+        part.rename(options.ready_file)
+    options.announce(line)
+    logger.info("ready", extra=facts)
+
+
+def _facts(
+    config: EngineConfig, host: HostIdentity, ports: OpenPorts, processes: Sequence[RankProcess], epoch: int
+) -> dict[str, object]:
+    return {
+        "engine_id": host.engine_id,
+        "epoch": epoch,
+        "device": config.device.value,
+        "host": config.server.host,
+        "port": ports.port,
+        "probe_port": ports.probe_port,
+        "metrics_port": ports.metrics_port,
+        "pid": os.getpid(),
+        "rank_pids": [process.pid for process in processes],
+    }
