@@ -61,7 +61,6 @@ class Attempt:
     ended: bool = False
     """Cancelled or failed: no further row, store write or event; freed when no I/O is pending."""
     release_asked: bool = False
-    started_seconds: float = 0.0
 
     @property
     def attempt_id(self) -> bytes:
