@@ -9,10 +9,9 @@ head waiting (unpin).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from prefill_engine.queue_limits import Refusal
 from prefill_plan.config import KvConfig
 from prefill_plan.layer_spec import BLOCK_TOKENS
-
-from prefill_engine.queue_limits import Refusal
 
 MOST_BYPASSES = 64  # serving.md 2.6
 MOST_BYPASS_SECONDS = 2.0  # serving.md 2.6

@@ -1,7 +1,6 @@
 """How long a step takes: a linear model of its rows, fitted to the machine it runs on (serving.md 2.2, C47).
 
-    step_ms = a + enc * encoder rows + dec * decoder rows + ctx * sum(rows * context) / 1e6,   context = end of the
-    chunk
+    step_ms = a + enc * encoder rows + dec * decoder rows + ctx * sum(rows * chunk end) / 1e6
 
 The rank feeds one StepSample per finished step to observe(); the scheduler, the wait estimates and the heartbeats read
 the result. Frozen: observe() returns a new model. The trap: a sample must describe the work of the step on this rank,
@@ -27,15 +26,14 @@ _RESIDUALS_TRUSTED = 20  # fewer say nothing about a 95th percentile
 _OUTLIER = 6.0  # times the median residual; a pause of the machine must not move the model
 _PRIOR = 1e-4  # weight of the starting coefficients against one step; decides only what the steps leave open
 _LEAST_ENC_MS = 1e-6  # work is never free: charges and orders need a positive cost
-# Coefficients are fitted per step, 1,000 rows, 1,000 rows and 1e9 row-context products, so that all are of one
-# magnitude.
+_SIGNIFICANT = 20.0  # F ratio; with the few steps of a start-up, noise alone reaches it in one calibration of twenty
+# Coefficients are fitted per step, 1,000 rows, 1,000 rows and 1e9 products: all of one magnitude.
 _UNITS: Vector = (1.0, 1e3, 1e3, 1e3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSample:
-    """One measured step. Counts as in CostModel.step_ms; flagged: compiled, allocated or was disturbed, so it is
-    ignored."""
+    """One measured step. Counts as in CostModel.step_ms; flagged: it compiled, allocated or was disturbed; ignored."""
 
     step_ms: float
     encoder_rows: int
@@ -50,7 +48,7 @@ class CostModel:
 
     coefficients: a (ms), enc, dec (ms per row), ctx (ms per million row-context products); never negative.
     calibration: the same at start-up; None = never calibrated: ctx stays 0 and nothing is clamped.
-    warmup_left: real steps still to be ignored. num_samples: steps used.
+    warmup_left: real steps still to be ignored. num_samples: steps observed after that.
     residuals: |measured - predicted| in ms of the latest steps, oldest first.
     gram, moment: forgetting-weighted normal equations, in _UNITS.
     """
@@ -166,12 +164,14 @@ def seed_model(*, warmup_steps: int = WARMUP_STEPS) -> CostModel:
 
 
 def calibrated_from(samples: Sequence[StepSample], *, warmup_steps: int = WARMUP_STEPS) -> CostModel:
-    """A model fitted to start-up steps; later fits stay within +-50 % of it (a term calibrated at 0 stays non-negative
-    only).
+    """A model fitted to start-up steps; later fits stay within +-50 % of it.
+
+    Start-up contexts are short, so the context term is often noise. It is 0 unless it clearly explains the steps; a term
+    calibrated at 0 has no clamp and real steps may raise it.
 
     Args:
-        samples: steps of different row counts, decoder shares and contexts; flagged ones are ignored. At least 4
-        remain. warmup_steps: real steps to ignore before the model is refined further; 0 when these samples were warm.
+        samples: steps of different row counts, decoder shares and contexts, at least 4 of them not flagged.
+        warmup_steps: real steps to ignore before the model is refined further; 0 when these samples were warm.
 
     Raises:
         ValueError: fewer than 4 usable samples.
@@ -182,7 +182,13 @@ def calibrated_from(samples: Sequence[StepSample], *, warmup_steps: int = WARMUP
     gram, moment = _ZERO_MATRIX, _ZERO_VECTOR
     for sample in usable:
         gram, moment = _add_sample(gram, moment, _features(sample), sample.step_ms)
-    coefficients = _fit(gram, moment, prior=_ZERO_VECTOR, bounds=_bounds(None, with_context=True))
+    plain, full = (
+        _fit(gram, moment, prior=_ZERO_VECTOR, bounds=_bounds(None, with_context=with_context))
+        for with_context in (False, True)
+    )
+    unexplained = _squared_error(full, usable)
+    gain = _squared_error(plain, usable) - unexplained
+    coefficients = full if gain * (len(usable) - len(full)) > _SIGNIFICANT * unexplained else plain
     return CostModel(
         coefficients=coefficients,
         calibration=coefficients,
@@ -202,6 +208,13 @@ _TERMS = range(4)
 def _vector(values: Sequence[float]) -> Vector:
     a, enc, dec, ctx = values
     return a, enc, dec, ctx
+
+
+def _squared_error(coefficients: Vector, samples: Sequence[StepSample]) -> float:
+    """Sum of squared errors in ms^2."""
+    scaled = [value * unit for value, unit in zip(coefficients, _UNITS, strict=True)]
+    predicted = (sum(a * b for a, b in zip(scaled, _features(each), strict=True)) for each in samples)
+    return sum((each.step_ms - predicted_ms) ** 2 for each, predicted_ms in zip(samples, predicted, strict=True))
 
 
 def _features(sample: StepSample) -> Vector:

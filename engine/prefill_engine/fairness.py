@@ -10,11 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prefill_plan.config import SchedulerConfig
-
 from prefill_engine.chunk_cut import Candidate, ample_rows, chunk_work
 from prefill_engine.cost_model import CostModel
 from prefill_engine.step_sheet import ChunkRule, StepSheet
+from prefill_plan.config import SchedulerConfig
 
 QUANTUM_MS = 100.0  # serving.md 2.4: predicted step time per visit and unit of weight
 CLASS_FLOOR = 0.10  # serving.md 2.4: share of milliseconds of each lower class that has work
@@ -144,12 +143,10 @@ def overdue_attempts(runnable: Sequence[Candidate], *, skips: Mapping[bytes, int
     counts = [skips.get(candidate.attempt_id, 0) for candidate in ranked]
     if all(count + 1 + rank <= MOST_SKIPS for rank, count in enumerate(counts)):
         return []
-    num_forced = 1
-    while any(count + rank // num_forced > MOST_SKIPS for rank, count in enumerate(counts)) and num_forced < len(
-        ranked
-    ):
-        num_forced += 1
-    return ranked[:num_forced]
+    for num_forced in range(1, len(ranked)):
+        if all(count + rank // num_forced <= MOST_SKIPS for rank, count in enumerate(counts)):
+            return ranked[:num_forced]
+    return ranked
 
 
 def owed_ms(seconds: Iterable[ClassSecond], *, priority: int, planned_ms: float, now: float) -> float:

@@ -7,11 +7,10 @@ everybody. The exchange itself is not here: this is its data and the pure decisi
 from collections.abc import Sequence
 from dataclasses import replace
 
-from prefill_plan.config import Struct
-
 from prefill_engine.chunk_cut import Work, floor_block
 from prefill_engine.cost_model import CostModel
 from prefill_engine.scheduler import StepDecision
+from prefill_plan.config import Struct
 
 LEAST_EQUALISED_ROWS = 8_192  # serving.md 2.3: below this a shorter step wastes more than it saves
 

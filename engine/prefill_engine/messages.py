@@ -280,7 +280,7 @@ class StepReport(Struct):
 
 
 class RankLoad(Message):
-    """State of a rank, sent after every step and at least once a second. counters: monotonic, by name (store, snapshots, pools)."""
+    """State of a rank, sent after every step and at least once a second. counters: monotonic, of store, snapshots, pools."""
 
     rank: int
     running: int

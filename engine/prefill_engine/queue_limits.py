@@ -6,9 +6,8 @@ Called by whoever counts the queue (the front for the submit lane, the rank for 
 
 from dataclasses import dataclass
 
-from prefill_plan.config import ServerConfig
-
 from prefill_engine.cost_model import CostModel
+from prefill_plan.config import ServerConfig
 
 RETRY_STEP_ROWS = 16_384  # serving.md 3.1: an engine's speed is taken at this step size
 

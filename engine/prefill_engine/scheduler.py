@@ -12,10 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prefill_plan.config import SchedulerConfig
-from prefill_plan.errors import ConfigError
-from prefill_plan.layer_spec import BLOCK_TOKENS
-
 from prefill_engine.chunk_cut import Candidate, Work, ample_rows
 from prefill_engine.cost_model import CostModel
 from prefill_engine.fairness import (
@@ -32,6 +28,9 @@ from prefill_engine.fairness import (
 )
 from prefill_engine.step_budget import BudgetRule, StepBudget, step_budget
 from prefill_engine.step_sheet import ChunkCut, ChunkRule, StepSheet
+from prefill_plan.config import SchedulerConfig
+from prefill_plan.errors import ConfigError
+from prefill_plan.layer_spec import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

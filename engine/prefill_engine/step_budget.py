@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from prefill_plan.config import SchedulerConfig
-
 from prefill_engine.chunk_cut import Candidate
 from prefill_engine.cost_model import CostModel
+from prefill_plan.config import SchedulerConfig
 
 SHORT_WORK_ROWS = 8_192  # serving.md 2.2: fewer rows left = short work
 

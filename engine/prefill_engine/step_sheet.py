@@ -4,11 +4,10 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from prefill_plan.layer_spec import BLOCK_TOKENS
-
 from prefill_engine.chunk_cut import Candidate, Work, chunk_work, floor_block
 from prefill_engine.cost_model import CostModel
 from prefill_engine.step_budget import StepBudget
+from prefill_plan.layer_spec import BLOCK_TOKENS
 
 
 class ChunkRule(StrEnum):

@@ -4,12 +4,11 @@ torch."""
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prefill_plan.config import SchedulerConfig
-
 from prefill_engine.chunk_cut import Work, chunk_work
 from prefill_engine.cost_model import CostModel
 from prefill_engine.fairness import aged_cost
 from prefill_engine.messages import RankLoad, StepModelReport
+from prefill_plan.config import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

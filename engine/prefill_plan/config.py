@@ -131,7 +131,10 @@ class SchedulerConfig(Struct):
 
 
 class EngineConfig(Struct):
-    """Everything `prefill-engine serve` needs. Example: {"model": {"path": "/models/v41"}, "store": {"kind": "file", "path": "/3fs/kv"}}."""
+    """Everything `prefill-engine serve` needs.
+
+    Example: {"model": {"path": "/models/v41"}, "store": {"kind": "file", "path": "/3fs/kv"}}.
+    """
 
     model: ModelConfig
     device: Device = Device.GPU

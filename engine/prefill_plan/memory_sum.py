@@ -64,6 +64,8 @@ class PlanSettings(Struct):
     """The vision tower is loaded (no separate vision encoder)."""
     expands_dense: bool = False
     """Dense fp8 weights are kept as bf16 (sm_90 exact path)."""
+    reserved_bytes: int = _CONTEXT_BYTES
+    """CUDA context, collective heaps, cubins, allocator slack."""
 
 
 class WeightBytes(Struct):
@@ -180,7 +182,7 @@ def plan_memory(
         # Slots for 1.2 x the sequences and a spare one, double for those being handed over (perf.md 4.1: STATE).
         state_bytes=2 * (settings.max_sequences * 12 // 10 + 1) * state.gpu_slot_bytes,
         workspace=_sum_workspace(spec, settings),
-        context_bytes=_CONTEXT_BYTES,
+        context_bytes=settings.reserved_bytes,
         usable_bytes=usable_bytes,
         budget_bytes=usable_bytes * (1000 - _FRAGMENTATION_PERMILLE) // 1000,
         host_bytes=tensors.engram_rows * tensors.engram_row if engram == EngramPlace.HOST else 0,
@@ -202,6 +204,8 @@ def _check_settings(spec: ModelSpec, *, usable_bytes: int, ep_size: int, setting
         )
     if usable_bytes < 1:
         raise PlanError(f"GPU memory = {usable_bytes} bytes, expected >= 1")
+    if settings.reserved_bytes < 0:
+        raise PlanError(f"reserved GPU memory = {settings.reserved_bytes} bytes, expected >= 0")
     if not 1 <= settings.context_tokens <= spec.max_position_tokens:
         raise PlanError(
             f"context = {settings.context_tokens} tokens, expected 1..{spec.max_position_tokens} "

@@ -287,4 +287,6 @@ def load_ops(name: str) -> Ops:
             torch.set_num_threads(1)
             return ref
         case _:
-            raise ValueError(f"ops {name!r} is not available: expected 'ref' (the Triton set 'triton' is not built yet)")
+            raise ValueError(
+                f"ops {name!r} is not available: expected 'ref' (the Triton set 'triton' is not built yet)"
+            )

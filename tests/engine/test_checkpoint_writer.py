@@ -17,7 +17,7 @@ from prefill_engine.model.checkpoint_writer import checkpoint_bytes, write_check
 from prefill_engine.model.engram_tables import build_engram_tables
 from prefill_engine.model.tensor_names import build_expected_tensors
 from prefill_engine.model.weights import load_parameters
-from prefill_kernels.ref.quantise import dequantise_weight
+from prefill_kernels.number_formats import dequantise_weight
 from prefill_plan.layer_spec import AttnMode, CandidateRole
 from prefill_plan.model_spec import load_model_spec
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prefill_engine.model.weights import load_parameters
-from prefill_kernels.ref.quantise import dequantise_fp8_ue8m0, dequantise_weight
+from prefill_kernels.number_formats import dequantise_fp8_ue8m0, dequantise_weight
 from prefill_kernels.weights import Fp4Weight
 from prefill_plan.model_spec import load_model_spec
 

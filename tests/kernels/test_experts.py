@@ -4,16 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefill_kernels.numerics import PRODUCTION, Numerics
-from prefill_kernels.ops import Routing
-from prefill_kernels.ref import combine_experts, routed_experts, shared_expert
-from prefill_kernels.ref.quantise import (
+from prefill_kernels.number_formats import (
     dequantise_fp8_ue8m0,
     dequantise_weight,
     quantise_fp8_ue8m0,
     quantise_weight_fp4,
     quantise_weight_fp8,
 )
+from prefill_kernels.numerics import PRODUCTION, Numerics
+from prefill_kernels.ops import Routing
+from prefill_kernels.ref import combine_experts, routed_experts, shared_expert
 from prefill_kernels.weights import DenseWeight, ExpertWeights
 from prefill_testing.numeric import (
     ALL_NUMERICS,

@@ -3,15 +3,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefill_kernels.numerics import PRODUCTION, Numerics
-from prefill_kernels.ref import grouped_linear, linear, lm_head
-from prefill_kernels.ref.quantise import (
+from prefill_kernels.number_formats import (
     dequantise_fp8_ue8m0,
     dequantise_weight,
     quantise_fp8_ue8m0,
     quantise_weight_fp4,
     quantise_weight_fp8,
 )
+from prefill_kernels.numerics import PRODUCTION, Numerics
+from prefill_kernels.ref import grouped_linear, linear, lm_head
 from prefill_kernels.ref.tiled_matmul import tiled_matmul
 from prefill_kernels.weights import DenseWeight, Weight
 from prefill_testing.numeric import (

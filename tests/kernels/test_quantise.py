@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from prefill_kernels.ref import quantise
+from prefill_kernels import number_formats as quantise
 from prefill_kernels.weights import DenseWeight, Fp4Weight, Fp8Weight
 from prefill_testing.numeric import assert_bitwise, assert_close, random_tensor
 

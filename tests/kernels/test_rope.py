@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from prefill_kernels.ref import rope
-from prefill_kernels.ref.rope import rope_frequencies
+from prefill_kernels.rope_tables import rope_frequencies
 from prefill_testing.numeric import assert_bitwise, assert_close, fraction_equal, random_tensor
 
 YARN = (16.0, 32.0, 1.0, 65536)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prefill_kernels import ref
+from prefill_kernels.number_formats import quantise_weight_fp4, quantise_weight_fp8
 from prefill_kernels.numerics import PRODUCTION, Numerics
 from prefill_kernels.ops import Routing
-from prefill_kernels.ref.quantise import quantise_weight_fp4, quantise_weight_fp8
 from prefill_kernels.weights import DenseWeight, EngramTable, ExpertWeights, Weight
 from prefill_testing.numeric import FLOAT32, assert_bitwise, random_tensor
 from prefill_testing.shapes import ODD

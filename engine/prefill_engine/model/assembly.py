@@ -15,9 +15,8 @@ from prefill_engine.model.mhc import HyperConnection
 from prefill_engine.model.moe import MixtureOfExperts
 from prefill_engine.model.parameters import LayerParameters, ModelParameters
 from prefill_engine.model.step import Equipment
-from prefill_kernels.ref.rope import rope_frequencies
-from prefill_plan.errors import ConfigError
-from prefill_plan.model_spec import LayerSpec, ModelSpec, Part
+from prefill_kernels.rope_tables import rope_frequencies
+from prefill_plan.model_spec import LayerSpec, ModelSpec
 
 
 def layer_frequencies(spec: ModelSpec, *, compressed: bool, device: torch.device) -> Tensor:
@@ -33,23 +32,12 @@ def layer_frequencies(spec: ModelSpec, *, compressed: bool, device: torch.device
 def build_layers(
     spec: ModelSpec, parameters: ModelParameters, tables: EngramTables | None, equipment: Equipment
 ) -> tuple[Layer, ...]:
-    """All main layers.
-
-    Raises:
-        ConfigError: a decoder layer after the first is a KV source or has an Engram: neither can run on kept rows only.
-    """
+    """All main layers."""
     device = parameters.embed.device
     compressed = layer_frequencies(spec, compressed=True, device=device)
     plain = layer_frequencies(spec, compressed=False, device=device)
     layers = []
     for layer, own in zip(spec.layer_specs(), parameters.layers, strict=True):
-        if layer.part is Part.DECODER and (
-            layer.has_engram or (layer.kv_source == layer.index and layer.index != spec.first_decoder_layer)
-        ):
-            raise ConfigError(
-                f"layer {layer.index} of the decoder is a KV source or has an Engram: only layer {spec.first_decoder_layer}, "
-                "its first, may be a KV source, and none may have an Engram (model.md 5.3)"
-            )
         layers.append(
             Layer(
                 layer=layer,
@@ -74,17 +62,9 @@ def build_layers(
 
 
 def build_draft(spec: ModelSpec, parameters: ModelParameters, equipment: Equipment) -> DraftSeed | None:
-    """The draft's window seed; None for a model without draft layers.
-
-    Raises:
-        ConfigError: a draft target in the encoder: its features would not exist for kept rows alone.
-    """
+    """The draft's window seed; None for a model without draft layers."""
     if spec.draft is None or parameters.draft is None:
         return None
-    if min(spec.draft.target_layers) < spec.first_decoder_layer:
-        raise ConfigError(
-            f"draft targets {spec.draft.target_layers} reach below layer {spec.first_decoder_layer}: expected decoder layers only"
-        )
     frequencies = layer_frequencies(spec, compressed=False, device=parameters.embed.device)
     return DraftSeed(parameters=parameters.draft, frequencies=frequencies, spec=spec, equipment=equipment)
 

@@ -19,7 +19,7 @@ from prefill_engine.model.checkpoint_texts import CheckpointTexts
 from prefill_engine.model.random_weights import random_pieces
 from prefill_engine.model.safetensors_reader import DTYPE_BYTES
 from prefill_engine.model.tensor_names import ExpectedTensor, Storage, build_expected_tensors
-from prefill_kernels.ref.quantise import quantise_fp8_ue8m0, quantise_weight_fp4, quantise_weight_fp8
+from prefill_kernels.number_formats import quantise_fp8_ue8m0, quantise_weight_fp4, quantise_weight_fp8
 from prefill_plan.model_spec import ModelSpec
 
 _ALIGNMENT = 8

@@ -94,13 +94,13 @@ def load_model(
         raise ConfigError(f"ops = {config.ops}: {error}") from error
     path = Path(config.model.path)
     parameters = load_parameters(path, spec, device=device, expert_range=range(spec.num_experts), progress=progress)
-    tables = build_engram_tables(spec, path / "tokenizer.json") if spec.engram is not None else None
+    tables = build_engram_tables(spec, path / "tokenizer.json")
     return DeepseekV41Flash(
         spec,
         parameters,
         ops=ops,
         numerics=PRODUCTION,
-        engram_tables=tables,
+        engram_tables=tables.to(device) if tables is not None else None,
         record_format=config.kv.record_format,
     )
 

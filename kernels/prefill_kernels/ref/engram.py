@@ -4,9 +4,9 @@
 import torch
 from torch import Tensor
 
+from prefill_kernels.number_formats import dequantise_fp8_ue8m0
 from prefill_kernels.numerics import Numerics
 from prefill_kernels.ref.fixed_math import mean_square, sigmoid, tree_sum, wide_dtype
-from prefill_kernels.ref.quantise import dequantise_fp8_ue8m0
 from prefill_kernels.weights import EngramTable
 
 _GATE_FLOOR = 1e-6

@@ -8,11 +8,11 @@ its quantiser.
 import torch
 from torch import Tensor
 
+from prefill_kernels.number_formats import dequantise_weight
 from prefill_kernels.numerics import Numerics
 from prefill_kernels.ops import Routing
 from prefill_kernels.ref.fixed_math import silu, wide_dtype
 from prefill_kernels.ref.linear import linear, quantised_input
-from prefill_kernels.ref.quantise import dequantise_weight
 from prefill_kernels.ref.tiled_matmul import tiled_matmul
 from prefill_kernels.weights import DenseWeight, ExpertWeights, Fp4Weight, Fp8Weight, Weight
 

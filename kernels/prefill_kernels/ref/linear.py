@@ -8,8 +8,8 @@ hardware products differ from it only in summation order.
 import torch
 from torch import Tensor
 
+from prefill_kernels.number_formats import dequantise_weight, round_trip_fp8
 from prefill_kernels.numerics import Numerics
-from prefill_kernels.ref.quantise import dequantise_weight, round_trip_fp8
 from prefill_kernels.ref.tiled_matmul import tiled_matmul
 from prefill_kernels.weights import DenseWeight, Weight
 

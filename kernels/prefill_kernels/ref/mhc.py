@@ -95,8 +95,7 @@ def _sinkhorn(logits_NSS: Tensor, num_iters: int, eps: float) -> Tensor:
 
 def _sum_axis(x: Tensor, *, axis: int) -> Tensor:
     """Sum over a short axis in index order, kept with size 1."""
-    parts = torch.split(x, 1, dim=axis)
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
+    total, *others = x.unbind(axis)
+    for part in others:
+        total = total + part
+    return total.unsqueeze(axis)

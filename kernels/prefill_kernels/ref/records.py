@@ -9,8 +9,7 @@ KvCache's test-only format).
 import torch
 from torch import Tensor
 
-from prefill_kernels.numerics import Numerics
-from prefill_kernels.ref.quantise import (
+from prefill_kernels.number_formats import (
     dequantise_fp4_e4m3,
     dequantise_fp4_ue8m0,
     dequantise_fp8_ue8m0,
@@ -20,6 +19,7 @@ from prefill_kernels.ref.quantise import (
     quantise_fp8_ue8m0,
     unpack_fp4,
 )
+from prefill_kernels.numerics import Numerics
 
 FP8_GROUP = 32
 MAIN_FP4_GROUP = 16

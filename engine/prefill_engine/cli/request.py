@@ -1,0 +1,231 @@
+"""`prefill-engine request`: sends one prompt to an engine and prints its timeline; can check the hand-off with a decode probe.
+
+Text and token ids only; a request with images needs the vision encoder, which is not there yet.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from prefill_engine.client import PRIORITIES, STORE_MODES, PrefillAttempt, PrefillClient, PrefillOptions, block_keys_of
+from prefill_engine.probe_report import ProbeReport, describe_probe
+from prefill_engine.takeover import Outcome, TakenOver, follow
+from prefill_engine.timeline import (
+    PLAIN_STYLE,
+    TERMINAL_STYLE,
+    AttemptRecord,
+    Stage,
+    Style,
+    format_bytes,
+    render_timeline,
+)
+from prefill_engine.trace import build_trace
+from prefill_plan.errors import CallFailed, ConfigError, PrefillError
+from prefill_plan.kv_layout import BLOCK_TOKENS
+
+_USER_STATUS = ("INVALID_ARGUMENT", "OUT_OF_RANGE")
+"""gRPC codes that mean the request itself is wrong (serving.md 1.1): exit 2."""
+_LABEL = "request"
+
+
+class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What --json prints. error: "" = ok."""
+
+    ok: bool
+    error: str
+    attempt: AttemptRecord
+    handoff_bytes: int
+    probe: ProbeReport | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One request, sent and ended. error_exit: 0 = it went well, and record.error is empty."""
+
+    record: AttemptRecord
+    outcome: Outcome | None
+    keep_tokens: int
+    error_exit: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--endpoint", required=True, metavar="HOST:PORT", help="gRPC address of a prefill engine")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text; needs --tokenizer")
+    prompt.add_argument("--token-ids", type=Path, metavar="FILE", help="JSON array of token ids")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of the engine's model")
+    parser.add_argument(
+        "--handoff",
+        choices=("none", "pull"),
+        default="none",
+        help="none: no ticket, KV is freed after the store (default); pull: take the hand-off over as a decode peer "
+        "would: claim, read everything with checksums, settle",
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="with --model: take the hand-off over, compute the next token from the handed bytes alone and hold it "
+        "against a run of our own (greedy requests; on a small model)",
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint directory for --probe")
+    parser.add_argument(
+        "--store", choices=STORE_MODES, default=STORE_MODES[0], help="what to do with new blocks (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hit-tokens", type=int, metavar="N", help="largest prefix hit allowed, in whole blocks (default: any)"
+    )
+    parser.add_argument("--priority", choices=PRIORITIES, default="standard")
+    parser.add_argument("--timeout-seconds", type=float, default=60.0, metavar="N", help="deadline (default: 60)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the timeline")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a Chrome trace (open it in ui.perfetto.dev)")
+
+
+def cmd_request(args: argparse.Namespace) -> int:
+    """Exit 0: computed (and taken over, and verified, as asked); 1: it failed; 2: the request or an option is wrong."""
+    try:
+        token_ids = _read_prompt(args)
+        _check_options(args)
+    except ConfigError as error:
+        return _usage(error)
+    run = asyncio.run(_send(args, token_ids))
+    probe: ProbeReport | None = None
+    own_stages: list[Stage] = []
+    failure, exit_code = run.record.error, run.error_exit
+    taken = run.outcome.taken_over if run.outcome is not None else None
+    if args.probe and taken is not None:
+        try:
+            probe, stage = _probe(args, run, taken, token_ids)
+            own_stages.append(stage)
+        except PrefillError as error:
+            failure, exit_code = str(error), 1
+    if probe is not None and probe.problems:
+        failure, exit_code = f"the decode probe found: {'; '.join(probe.problems)}", 1
+    record = msgspec.structs.replace(run.record, own_stages=tuple(own_stages), error=failure)
+    report = RequestReport(
+        ok=exit_code == 0,
+        error=failure,
+        attempt=record,
+        handoff_bytes=taken.num_bytes if taken is not None else 0,
+        probe=probe,
+    )
+    _print_report(args, report)
+    if args.trace is not None:
+        args.trace.write_bytes(build_trace((record,)))
+    return exit_code
+
+
+async def _send(args: argparse.Namespace, token_ids: list[int]) -> _Run:
+    options = PrefillOptions(store=args.store, handoff=args.handoff == "pull" or args.probe, priority=args.priority)
+    attempt: PrefillAttempt | None = None
+    outcome, keep_tokens, error, error_exit = None, 0, "", 0
+    async with PrefillClient(args.endpoint) as client:
+        try:
+            info = await client.server_info()
+            keep_tokens = info.keep_tokens
+            if args.hit_tokens is not None:
+                keys = block_keys_of(info, token_ids, cache_scope=options.cache_scope)
+                options = dataclasses.replace(options, hit_keys=keys[: args.hit_tokens // BLOCK_TOKENS])
+            attempt = client.prefill(token_ids, options, timeout_seconds=args.timeout_seconds)
+            outcome = await follow(attempt, endpoint=args.endpoint)
+        except CallFailed as failure:
+            error, error_exit = str(failure), 2 if failure.status in _USER_STATUS else 1
+        except PrefillError as failure:
+            error, error_exit = str(failure), 1
+    record = AttemptRecord(
+        label=_LABEL, request_id="", prompt_tokens=len(token_ids), sent_at_seconds=0.0, events=(), error=error
+    )
+    if attempt is not None:
+        record = attempt.record(_LABEL, error=error)
+    return _Run(record=record, outcome=outcome, keep_tokens=keep_tokens, error_exit=error_exit)
+
+
+def _probe(args: argparse.Namespace, run: _Run, taken: TakenOver, token_ids: list[int]) -> tuple[ProbeReport, Stage]:
+    started = time.monotonic()
+    # torch takes seconds to import; a plain request does without.
+    from prefill_engine.decode_probe import join_components, load_probe
+    from prefill_plan.config import RecordFormat
+
+    assert run.outcome is not None
+    usage = run.outcome.completed.usage
+    probe = load_probe(
+        args.model,
+        record_format=RecordFormat(taken.ticket.record_format),
+        keep_tokens=run.keep_tokens,
+        window_rows=taken.ticket.window_rows,
+    )
+    replayed_hit = usage.cached_tokens if usage.replayed_tokens else None
+    report = probe.verify(join_components(taken.components, probe.state), token_ids, replayed_hit=replayed_hit)
+    stage = Stage(
+        phase="PROBE",
+        start_seconds=started - run.record.sent_at_seconds,
+        length_seconds=time.monotonic() - started,
+        note="equal to the reference" if not report.problems else "NOT EQUAL",
+    )
+    return report, stage
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if args.probe and args.model is None:
+        raise ConfigError("--probe needs --model DIR, the checkpoint that the engine serves; nothing was sent")
+    if args.hit_tokens is not None and (args.hit_tokens < 0 or args.hit_tokens % BLOCK_TOKENS):
+        raise ConfigError(f"--hit-tokens {args.hit_tokens}, expected a multiple of {BLOCK_TOKENS}; nothing was sent")
+
+
+def _read_prompt(args: argparse.Namespace) -> list[int]:
+    """Raises ConfigError: unreadable file, not a list of ids, no tokenizer, or an empty prompt."""
+    if args.token_ids is not None:
+        try:
+            token_ids = msgspec.json.decode(args.token_ids.read_bytes(), type=list[int])
+        except OSError as error:
+            raise ConfigError(f"{args.token_ids}: cannot be read: {error.strerror}; nothing was sent") from error
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"{args.token_ids}: expected a JSON array of integers: {error}; nothing was sent"
+            ) from error
+    else:
+        token_ids = _tokenise(args.prompt_file, args.tokenizer)
+    if any(not 0 <= token < 2**32 for token in token_ids):
+        raise ConfigError("a token id is negative or does not fit into 32 bits; nothing was sent")
+    return token_ids
+
+
+def _tokenise(prompt_file: Path, tokenizer_file: Path | None) -> list[int]:
+    if tokenizer_file is None:
+        raise ConfigError(
+            "--prompt-file needs --tokenizer FILE, the tokenizer.json of the engine's model; nothing was sent"
+        )
+    import tokenizers
+
+    try:
+        text = prompt_file.read_text(encoding="utf-8")
+        tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    # The tokenizers library raises bare Exception for a file it cannot parse.
+    except Exception as error:
+        raise ConfigError(f"{prompt_file} with {tokenizer_file}: {error}; nothing was sent") from error
+    return list(tokenizer.encode(text).ids)
+
+
+def _print_report(args: argparse.Namespace, report: RequestReport) -> None:
+    if args.json:
+        print(msgspec.json.encode(report).decode())
+        return
+    style: Style = TERMINAL_STYLE if sys.stdout.isatty() else PLAIN_STYLE
+    print(render_timeline(report.attempt, style=style))
+    if report.handoff_bytes:
+        print(f"  hand-over  {format_bytes(report.handoff_bytes)} read, checksums right, lease held")
+    if report.probe is not None:
+        verdict, distance = describe_probe(report.probe)
+        print(f"  probe      {verdict}\n  {'':<10} {distance}")
+    if args.trace is not None:
+        print(f"  trace      {args.trace}")
+
+
+def _usage(error: ConfigError) -> int:
+    print(f"prefill-engine request: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,362 @@
+"""What a client saw of one attempt, as plain records, and the text timeline made of them.
+
+`client.py` fills the records; `trace.py`, `prefill-engine request` and the demo read them. Pure: no clock, no terminal.
+The trap: two clocks. The engine's times count from its acceptance of the attempt, ours from sending; `clock_offset`
+joins them. Records carry no token ids but the first token, and no ticket id: they may be printed and written to files.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
+
+import msgspec
+
+PHASE_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "ADMISSION": "admission",
+        "QUEUE": "queue",
+        "IMAGES": "images",
+        "SWAP_IN": "swap-in",
+        "COMPUTE": "compute",
+        "STORE": "store",
+        "HANDOFF": "hand-off",
+        "PROBE": "probe",
+    }
+)
+"""pe.v1.Phase (without its prefix) -> row of the timeline, in the order of the rows. PROBE is the client's own."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
+    """Base of the event bodies; durations are seconds, amounts are rows, tokens or bytes as named."""
+
+
+class Accepted(Event, frozen=True, kw_only=True):
+    dp_rank: int
+    effective_hit: int
+    replay_rows: int
+    """A plan; Usage says what was done (C45)."""
+    compute_rows: int
+    predicted_wait_seconds: float
+    predicted_finish_seconds: float
+    deduplicated: bool
+
+
+class Queued(Event, frozen=True, kw_only=True):
+    ahead_requests: int
+    ahead_rows: int
+    waiting_for: str
+
+
+class ImageReady(Event, frozen=True, kw_only=True):
+    index: int
+    ready: bool
+    rows: int
+    took_seconds: float
+
+
+class SwapIn(Event, frozen=True, kw_only=True):
+    layers_ready: int
+    layers_total: int
+    num_bytes: int
+    hit_shrunk_to: int
+
+
+class ChunkDone(Event, frozen=True, kw_only=True):
+    rows_done: int
+    rows_total: int
+    chunk_rows: int
+    step_seconds: float
+    step_id: int
+
+
+class FirstToken(Event, frozen=True, kw_only=True):
+    token: int
+    logprob: float
+
+
+class TicketOffered(Event, frozen=True, kw_only=True):
+    """The ticket without its secret. components: (pe.v1.ComponentKind without prefix, bytes)."""
+
+    kv_tokens: int
+    lease_seconds: float
+    components: tuple[tuple[str, int], ...]
+
+
+class StoreState(Event, frozen=True, kw_only=True):
+    blocks_committed: int
+    blocks_total: int
+    blocks_failed: int
+    snapshots: tuple[int, ...]
+
+
+class HandoffState(Event, frozen=True, kw_only=True):
+    """state: OFFERED, CLAIMED, MOVING, DELIVERED, ABORTED or EXPIRED; "" where no hand-off was asked for."""
+
+    state: str
+    bytes_done: int
+    bytes_total: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    replayed_tokens: int
+    image_tokens: int
+    kv_bytes_moved: int
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """A phase as the engine timed it; start counts from acceptance. phase: pe.v1.Phase without its prefix."""
+
+    phase: str
+    start_seconds: float
+    length_seconds: float
+    note: str
+
+
+class Completed(Event, frozen=True, kw_only=True):
+    usage: Usage
+    stages: tuple[Stage, ...]
+    handoff: HandoffState | None
+    store: StoreState | None
+
+
+EventBody = (
+    Accepted
+    | Queued
+    | ImageReady
+    | SwapIn
+    | ChunkDone
+    | FirstToken
+    | TicketOffered
+    | StoreState
+    | HandoffState
+    | Completed
+)
+
+
+class RecordedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """since_accept_seconds: engine's clock, from acceptance. received_seconds: our clock, from sending the request."""
+
+    seq: int
+    since_accept_seconds: float
+    received_seconds: float
+    body: EventBody
+
+
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One attempt as its client saw it.
+
+    sent_at_seconds: monotonic clock of the client process, one zero for all its records.
+    own_stages: what the client did itself (the probe), start counted from sending; for traces. error: "" = the stream ended well.
+    """
+
+    label: str
+    request_id: str
+    prompt_tokens: int
+    sent_at_seconds: float
+    events: tuple[RecordedEvent, ...]
+    own_stages: tuple[Stage, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One row of the timeline, seconds since the request was sent."""
+
+    name: str
+    start: float
+    end: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How text is decorated: escape codes and the character of a bar. PLAIN_STYLE where there is no terminal."""
+
+    strong: str = ""
+    quiet: str = ""
+    good: str = ""
+    bad: str = ""
+    reset: str = ""
+    bar: str = "#"
+    bar_end: str = "|"
+
+
+PLAIN_STYLE = Style()
+TERMINAL_STYLE = Style(
+    strong="\x1b[1m", quiet="\x1b[2m", good="\x1b[32m", bad="\x1b[31m", reset="\x1b[0m", bar="█", bar_end="▏"
+)
+
+
+def clock_offset(record: AttemptRecord) -> float:
+    """Seconds from sending to acceptance, by our clock: the smallest delay of any event (0 without events)."""
+    return max(0.0, min((e.received_seconds - e.since_accept_seconds for e in record.events), default=0.0))
+
+
+def build_spans(record: AttemptRecord) -> tuple[Span, ...]:
+    """Rows of the timeline, by PHASE_NAMES: the engine's own stages, or what the events of a failed attempt tell."""
+    offset = clock_offset(record)
+    completed = last_event(record, Completed)
+    stages = completed.stages if completed is not None and completed.stages else _stages_from_events(record)
+    shifted = [(s.phase, offset + s.start_seconds, s.length_seconds, s.note) for s in stages]
+    shifted += [(s.phase, s.start_seconds, s.length_seconds, s.note) for s in record.own_stages]
+    spans = [
+        Span(name=PHASE_NAMES[phase], start=start, end=start + length, note=_note(record, phase, length) or note)
+        for phase, start, length, note in shifted
+        if phase in PHASE_NAMES
+    ]
+    order = list(PHASE_NAMES.values())
+    return tuple(sorted(spans, key=lambda span: (order.index(span.name), span.start)))
+
+
+def render_timeline(record: AttemptRecord, *, width: int = 40, style: Style = PLAIN_STYLE) -> str:
+    """The attempt as text: headline, one bar per phase over `width` columns, then what was hit, computed and stored.
+
+    The client's own stages are left out: a probe takes longer than what it probes and would squeeze the picture.
+
+    Raises:
+        ValueError: width < 10.
+    """
+    if width < 10:
+        raise ValueError(f"width {width} < 10 columns")
+    spans = build_spans(msgspec.structs.replace(record, own_stages=()))
+    lines = [f"{style.strong}{record.label}{style.reset}: {_headline(record)}"]
+    if spans:
+        step, num_steps = _axis(max(span.end for span in spans))
+        seconds_per_column = step * num_steps / width
+        lines.append(f"  {'':<10} {_axis_line(step, num_steps, width)}")
+        lines += [_bar_line(span, seconds_per_column, width, style) for span in spans]
+    lines += [f"  {style.quiet}{name:<10}{style.reset} {text}" for name, text in _summary(record)]
+    if record.error:
+        lines.append(f"  {style.bad}failed{style.reset}     {record.error}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Decimal units, three digits: 155 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            value = num_bytes / size
+            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_ms(seconds: float) -> str:
+    """Milliseconds with a unit; one decimal below 10 ms."""
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.1f} ms" if milliseconds < 9.95 else f"{milliseconds:,.0f} ms"
+
+
+BodyT = TypeVar("BodyT", bound=Event)
+
+
+def last_event(record: AttemptRecord, kind: type[BodyT]) -> BodyT | None:
+    """The newest event of one kind, None if there was none."""
+    return next((event.body for event in reversed(record.events) if isinstance(event.body, kind)), None)
+
+
+def _chunks(record: AttemptRecord) -> list[RecordedEvent]:
+    return [event for event in record.events if isinstance(event.body, ChunkDone)]
+
+
+def _stages_from_events(record: AttemptRecord) -> tuple[Stage, ...]:
+    """A coarse picture for attempts that failed before the engine could send its own stages."""
+    if not record.events:
+        return ()
+    end = record.events[-1].since_accept_seconds
+    chunks = _chunks(record)
+    if not chunks:
+        return (Stage(phase="QUEUE", start_seconds=0.0, length_seconds=end, note=""),)
+    first = chunks[0]
+    assert isinstance(first.body, ChunkDone)
+    start = max(0.0, first.since_accept_seconds - first.body.step_seconds)
+    length = chunks[-1].since_accept_seconds - start
+    return (
+        Stage(phase="QUEUE", start_seconds=0.0, length_seconds=start, note=""),
+        Stage(phase="COMPUTE", start_seconds=start, length_seconds=length, note=""),
+    )
+
+
+def _note(record: AttemptRecord, phase: str, seconds: float) -> str:
+    """What happened in a phase, from the events; "" = nothing to add to the engine's own note."""
+    if phase == "SWAP_IN" and (swap := last_event(record, SwapIn)) is not None:
+        rate = f", {format_bytes(swap.num_bytes / seconds)}/s" if seconds > 0 else ""
+        shrunk = f", hit shrunk to {swap.hit_shrunk_to:,}" if swap.hit_shrunk_to > 0 else ""
+        return f"{format_bytes(swap.num_bytes)} from the store{rate}{shrunk}"
+    if phase == "COMPUTE" and (chunk := last_event(record, ChunkDone)) is not None:
+        num_chunks = len(_chunks(record))
+        return f"{chunk.rows_done:,} rows in {num_chunks} {'chunk' if num_chunks == 1 else 'chunks'}"
+    if phase == "STORE" and (store := last_event(record, StoreState)) is not None:
+        return f"{store.blocks_committed}/{store.blocks_total} blocks"
+    if phase == "HANDOFF" and (handoff := last_event(record, HandoffState)) is not None:
+        return f"{format_bytes(handoff.bytes_done)}, {handoff.state}"
+    return ""
+
+
+def _headline(record: AttemptRecord) -> str:
+    accepted = last_event(record, Accepted)
+    if accepted is None:
+        return f"prompt {record.prompt_tokens:,} tokens, not accepted"
+    hit = accepted.effective_hit
+    new = record.prompt_tokens - hit
+    return f"rank {accepted.dp_rank}, prompt {record.prompt_tokens:,} tokens = {hit:,} hit + {new:,} new"
+
+
+def _axis(seconds: float) -> tuple[float, int]:
+    """Tick distance and number of ticks that cover `seconds`: 1, 2 or 5 times a power of ten, 3 to 5 ticks."""
+    seconds = max(seconds, 1e-4)
+    magnitude = 10.0 ** math.floor(math.log10(seconds))
+    steps = [magnitude * factor for factor in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)]
+    step = next(step for step in steps if seconds / step <= 5.0)
+    return step, math.ceil(seconds / step - 1e-9)
+
+
+def _axis_line(step: float, num_steps: int, width: int) -> str:
+    line = [" "] * (width + 12)
+    decimals = 0 if step >= 1e-3 else 1 if step >= 1e-4 else 2
+    for tick in range(num_steps + 1):
+        text = f"{tick * step * 1e3:,.{decimals}f}" if tick else "0 ms"
+        column = round(tick * width / num_steps)
+        line[column : column + len(text)] = text
+    return "".join(line)
+
+
+def _bar_line(span: Span, seconds_per_column: float, width: int, style: Style) -> str:
+    start = min(width, round(span.start / seconds_per_column))
+    end = min(width, max(start, round(span.end / seconds_per_column)))
+    bar = " " * start + style.bar * (end - start) + style.bar_end
+    took = format_ms(span.end - span.start)
+    return f"  {span.name:<10} {bar:<{width + 1}} {took:>9}  {style.quiet}{span.note}{style.reset}"
+
+
+def _summary(record: AttemptRecord) -> list[tuple[str, str]]:
+    rows = []
+    completed = last_event(record, Completed)
+    if completed is not None:
+        usage = completed.usage
+        replayed = f", {usage.replayed_tokens:,} replayed to rebuild window KV" if usage.replayed_tokens else ""
+        cached = f"{usage.cached_tokens:,} from the cache"
+        rows.append(("tokens", f"{usage.prompt_tokens:,} = {cached} + {usage.computed_tokens:,} computed{replayed}"))
+    store = completed.store if completed is not None and completed.store is not None else last_event(record, StoreState)
+    if store is not None:
+        rows.append(("blocks", _store_text(store)))
+    token = _first(record, FirstToken)
+    if token is not None:
+        rows.append(("TTFT", f"{format_ms(token.received_seconds)} from sending to the first token"))
+    return rows
+
+
+def _store_text(store: StoreState) -> str:
+    failed = f", {store.blocks_failed} FAILED" if store.blocks_failed else ""
+    positions = " and ".join(f"{position:,}" for position in store.snapshots)
+    plural = "s" if len(store.snapshots) > 1 else ""
+    snapshots = f"window snapshot{plural} at {positions}" if positions else "no window snapshot"
+    return f"{store.blocks_committed} of {store.blocks_total} new blocks stored{failed}, {snapshots}"
+
+
+def _first(record: AttemptRecord, kind: type[Event]) -> RecordedEvent | None:
+    return next((event for event in record.events if isinstance(event.body, kind)), None)
