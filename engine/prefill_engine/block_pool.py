@@ -14,11 +14,13 @@ from prefill_plan.block_keys import BlockKey
 
 @dataclass(slots=True)
 class _Block:
-    """key: set once the content is complete and published. provenance: of a keyed block, as in its store record."""
+    """key: set once the content is complete and published. provenance: of a keyed block, as in its store record.
+    is_stored: the store is known to have had it."""
 
     refs: int = 0
     key: BlockKey | None = None
     provenance: int = 0
+    is_stored: bool = False
 
 
 class BlockPool:
@@ -86,6 +88,7 @@ class BlockPool:
         slots = tuple(self._unused.pop() if self._unused else self._evict() for _ in range(num_blocks))
         for slot in slots:
             self._blocks[slot].refs = 1
+            self._blocks[slot].is_stored = False
         self._counts["allocated"] += num_blocks
         return slots
 
@@ -134,6 +137,15 @@ class BlockPool:
     def provenance(self, slots: Sequence[int]) -> int:
         """1 if any of the slots descends from a replay (kv.md 2.2), else 0."""
         return max((self._blocks[slot].provenance for slot in slots), default=0)
+
+    def mark_stored(self, slots: Sequence[int]) -> None:
+        """Notes that the store has the content of these slots."""
+        for slot in slots:
+            self._blocks[slot].is_stored = True
+
+    def unstored(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Positions within `slots` whose content the store is not known to have (skipped, or a write failed)."""
+        return tuple(index for index, slot in enumerate(slots) if not self._blocks[slot].is_stored)
 
     def counters(self) -> dict[str, int]:
         """Monotonic counts of blocks: allocated, evicted, matched, published, publish_lost; and of refused

@@ -32,6 +32,7 @@ from prefill_engine.front.load import LoadBoard
 from prefill_engine.front.ports import OpenPorts, open_ports
 from prefill_engine.front.rank_process import RankProcess
 from prefill_engine.front.served_model import EngineIdentity, ServedModel, build_served_model
+from prefill_engine.front.socket_dir import make_socket_dir
 from prefill_engine.front.telemetry import Telemetry
 from prefill_engine.front.tickets import Tickets
 from prefill_engine.messages import RankArgs, RankReady, ToRank
@@ -108,7 +109,7 @@ def _check_store(path: Path) -> None:
 
 
 async def _serve(config: EngineConfig, spec: ModelSpec, host: HostIdentity, options: ServeOptions) -> Ending:
-    socket_dir = tempfile.mkdtemp(prefix="pe-")
+    socket_dir = str(make_socket_dir())
     context = zmq.asyncio.Context()
     registry = CollectorRegistry()
     epoch = time.time_ns() // 1_000_000

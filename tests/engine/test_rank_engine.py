@@ -25,6 +25,7 @@ from prefill_engine.messages import (
 from prefill_engine.rank.attempt import AttemptPhase
 from prefill_engine.rank.model_runner import ModelRunner, StepResult
 from prefill_engine.rpc import common_pb2
+from prefill_plan.block_keys import BlockKey
 from prefill_testing.rank_harness import RankHarness, make_submit, tiny_engine_config, tiny_tokens
 
 BLOCK_KV = common_pb2.COMPONENT_KIND_BLOCK_KV
@@ -322,3 +323,21 @@ def test_replayed_rows_never_get_a_store_slot_beyond_new_blocks(rank: RankHarnes
     rank.finish(second, until=Computed)
     settle(rank, second)
     assert rank.loop._store.counters()["writes"] - written == 1  # blocks 0..2 are the hit, block 3 is new
+
+
+def test_hit_blocks_that_never_reached_the_store_are_stored_by_the_next_attempt(rank: RankHarness) -> None:
+    first, second = (
+        make_submit(tiny_tokens(400), store="skip"),
+        make_submit(tiny_tokens(400), attempt=2, store="required"),
+    )
+    rank.finish(first, until=Computed)
+    settle(rank, first)
+    rank.finish(second, until=Computed)
+    settle(rank, second)
+    store = rank.event(second, StoreProgress)
+    assert (rank.event(second, Computed).cached_tokens, store.committed, store.total) == (256, 3, 3)
+    assert rank.loop._store.count_present(rank_keys(rank, second)) == 3
+
+
+def rank_keys(rank: RankHarness, submit: Submit) -> tuple[BlockKey, ...]:
+    return rank.engine._keys(submit)

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, start_http_server
 
 from prefill_engine.front.front import REFRESH_SECONDS, Front
+from prefill_engine.front.guard import Guard
 from prefill_engine.front.handoff import HandoffSourceService
 from prefill_engine.front.health import is_live, is_serving
 from prefill_engine.front.service import PrefillEngineService
@@ -58,7 +59,7 @@ async def open_ports(front: Front, config: EngineConfig, *, registry: CollectorR
         ConfigError: a port cannot be bound.
     """
     server_config = config.server
-    server = grpc.aio.server(options=_server_options(server_config.max_message_bytes))
+    server = grpc.aio.server(interceptors=[Guard()], options=_server_options(server_config.max_message_bytes))
     engine_service = PrefillEngineService(front, drain_seconds=server_config.drain_seconds)
     prefill_pb2_grpc.add_PrefillEngineServicer_to_server(engine_service, server)  # type: ignore[no-untyped-call]
     handoff_service = HandoffSourceService(

@@ -55,6 +55,8 @@ class Attempt:
     """Write jobs the store worker has not answered."""
     read_pending: bool = False
     """A look-up or load is with the store worker."""
+    blocks_to_store: int = 0
+    """Blocks handed to the store worker so far."""
     blocks_committed: int = 0
     blocks_failed: int = 0
     snapshots_held: tuple[int, ...] = ()

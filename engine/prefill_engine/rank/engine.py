@@ -128,6 +128,7 @@ class RankEngine:
         attempt = self.attempts[completion.attempt_id]
         if isinstance(completion, WriteDone):
             attempt.writes_pending -= 1
+            self._kv.blocks.mark_stored(completion.slots[: completion.committed])
             attempt.blocks_committed += completion.committed
             attempt.blocks_failed += completion.failed
             if not attempt.ended:
@@ -234,6 +235,7 @@ class RankEngine:
 
     def _start_running(self, attempt: Attempt) -> None:
         self._kv.prepare_state(attempt)
+        self._kv.store_missing_hit(attempt)
         attempt.phase = AttemptPhase.RUNNING
 
     # --- the end
@@ -260,13 +262,13 @@ class RankEngine:
 
     def report_store(self, attempt: Attempt) -> None:
         """Tells the front what has been written so far."""
-        plan = attempt.plan
-        total = 0 if attempt.submit.store == "skip" else plan.end_new_block - plan.first_new_block
+        new_blocks = attempt.plan.end_new_block - attempt.plan.first_new_block
+        is_skipped = attempt.submit.store == "skip"
         self._send(
             StoreProgress(
                 attempt_id=attempt.attempt_id,
                 committed=attempt.blocks_committed,
-                total=total,
+                total=0 if is_skipped else max(new_blocks, attempt.blocks_to_store),
                 failed=attempt.blocks_failed,
                 snapshots=attempt.snapshots_held,
                 done=attempt.phase is AttemptPhase.COMPUTED and attempt.writes_pending == 0,

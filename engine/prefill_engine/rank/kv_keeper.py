@@ -5,6 +5,8 @@ the decode side through ReadServer. The trap: a slot is freed only when the atte
 closed; `free` is the one place where that happens.
 """
 
+from collections.abc import Sequence
+
 from prefill_engine.block_pool import BlockPool
 from prefill_engine.kv_cache import KvCache
 from prefill_engine.messages import Region
@@ -142,6 +144,7 @@ class KvKeeper:
             index = attempt.num_published + offset
             if index < hit_blocks:
                 self.blocks.publish(attempt.block_slots[index], attempt.keys[index], provenance=provenance)
+                self.blocks.mark_stored(attempt.block_slots[index : index + 1])
         self._own_blocks_from(attempt, hit_blocks)
         attempt.num_published = hit_blocks
         return shrunk
@@ -177,20 +180,23 @@ class KvKeeper:
             self.blocks.publish(attempt.block_slots[index], attempt.keys[index], provenance=attempt.provenance)
         attempt.num_published = max(attempt.num_published, upto_blocks)
 
-    def start_storing(self, attempt: Attempt, *, first_block: int, end_block: int) -> None:
-        """Hands newly computed blocks to the store worker."""
-        items = [
-            WriteItem(
-                key=attempt.keys[index],
-                slot=attempt.block_slots[index],
-                block_index=index,
-                provenance=attempt.provenance,
-            )
-            for index in range(first_block, end_block)
-        ]
-        if items:
+    def start_storing(self, attempt: Attempt, block_indices: Sequence[int]) -> None:
+        """Hands complete blocks to the store worker, in chain order."""
+        hit_blocks = attempt.plan.hit_tokens // BLOCK_TOKENS
+        items = []
+        for index in block_indices:
+            slot = attempt.block_slots[index]
+            provenance = self.blocks.provenance([slot]) if index < hit_blocks else attempt.provenance
+            items.append(WriteItem(key=attempt.keys[index], slot=slot, block_index=index, provenance=provenance))
+        if items and attempt.submit.store != "skip":
             attempt.writes_pending += 1
+            attempt.blocks_to_store += len(items)
             self._store.write(attempt.attempt_id, items)
+
+    def store_missing_hit(self, attempt: Attempt) -> None:
+        """Hit blocks of the pool that never reached the store go there now: "required" means the whole prompt."""
+        hit_slots = attempt.block_slots[: attempt.plan.hit_tokens // BLOCK_TOKENS]
+        self.start_storing(attempt, self.blocks.unstored(hit_slots))
 
     def take_snapshots(self, attempt: Attempt, positions: tuple[int, ...]) -> None:
         """Copies SWA state at `positions` into host memory (R13)."""

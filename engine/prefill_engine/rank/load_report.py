@@ -47,15 +47,7 @@ def build_load(
         step_model=cost.report(),
         step=step,
         store_ok=store_ok,
-        store_lag_blocks=sum(_unwritten_blocks(each) for each in live),
+        store_lag_blocks=sum(each.blocks_to_store - each.blocks_committed - each.blocks_failed for each in live),
         counters=counters,
         at_ns=time.monotonic_ns(),
     )
-
-
-def _unwritten_blocks(attempt: Attempt) -> int:
-    """Complete new blocks that the store has not answered for yet."""
-    if attempt.positions is None or attempt.submit.store == "skip":
-        return 0
-    complete = attempt.num_published - attempt.positions.first_new_block
-    return max(0, complete - attempt.blocks_committed - attempt.blocks_failed)

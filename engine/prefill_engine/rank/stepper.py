@@ -82,8 +82,7 @@ class Stepper:
         """Newly complete blocks become findable in the pool and go to the store in chain order."""
         first_block = attempt.num_published
         self._kv.publish(attempt, upto_blocks=end_block)
-        if attempt.submit.store != "skip":
-            self._kv.start_storing(attempt, first_block=first_block, end_block=end_block)
+        self._kv.start_storing(attempt, range(first_block, end_block))
 
     def _finish(self, attempt: Attempt, logits_V: Tensor) -> None:
         """The prompt is computed: first token, snapshots, hand-over."""
