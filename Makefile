@@ -34,7 +34,7 @@ lint: setup  ## ruff, mypy --strict, import contracts
 	$(BIN)/lint-imports
 
 unit: setup  ## pytest
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q tests --ignore=tests/cluster
 
 bench: setup  ## benchmarks that run on a CPU (figures, not tests)
 	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done

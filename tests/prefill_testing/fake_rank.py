@@ -217,22 +217,7 @@ class FakeRank:
         at = await self._pass("start")
         if self.send_started:
             await self.send(Started(attempt_id=attempt_id, at_ns=at))
-        done = 0
-        while done < rows:
-            at = await self._pass("chunk")
-            chunk = min(ROWS_PER_CHUNK, rows - done)
-            done += chunk
-            await self.send(
-                ChunkFinished(
-                    attempt_id=attempt_id,
-                    rows_done=done,
-                    rows_total=rows,
-                    chunk_rows=chunk,
-                    step_seconds=0.001,
-                    step_id=done,
-                    at_ns=at,
-                )
-            )
+        await self._compute(attempt_id, rows)
         at = await self._pass("token")
         if submit.sampling.sample:
             token = FIRST_TOKEN if submit.sampling.forced_token < 0 else submit.sampling.forced_token
@@ -260,23 +245,45 @@ class FakeRank:
                 at_ns=at,
             )
         )
+        at = await self._store(submit, total // BLOCK_TOKENS - hit // BLOCK_TOKENS)
+        if not submit.handoff:
+            await self.send(Released(attempt_id=attempt_id, at_ns=at))
+
+    async def _compute(self, attempt_id: bytes, rows: int) -> None:
+        done = 0
+        while done < rows:
+            at = await self._pass("chunk")
+            chunk = min(ROWS_PER_CHUNK, rows - done)
+            done += chunk
+            await self.send(
+                ChunkFinished(
+                    attempt_id=attempt_id,
+                    rows_done=done,
+                    rows_total=rows,
+                    chunk_rows=chunk,
+                    step_seconds=0.001,
+                    step_id=done,
+                    at_ns=at,
+                )
+            )
+
+    async def _store(self, submit: Submit, blocks: int) -> int:
+        """Reports the writes; when that was, in nanoseconds."""
         at = await self._pass("store")
         if submit.store != "skip":
-            blocks = total // BLOCK_TOKENS - hit // BLOCK_TOKENS
             failed = blocks if self.fail_store else 0
             await self.send(
                 StoreProgress(
-                    attempt_id=attempt_id,
+                    attempt_id=submit.attempt_id,
                     committed=blocks - failed,
                     total=blocks,
                     failed=failed,
-                    snapshots=(total // BLOCK_TOKENS * BLOCK_TOKENS,),
+                    snapshots=(len(submit.tokens) // 4 // BLOCK_TOKENS * BLOCK_TOKENS,),
                     done=True,
                     at_ns=at,
                 )
             )
-        if not submit.handoff:
-            await self.send(Released(attempt_id=attempt_id, at_ns=at))
+        return at
 
 
 def failed_message(attempt_id: bytes, *, reason: str = "KERNEL_FAULT") -> AttemptFailed:

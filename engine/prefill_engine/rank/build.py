@@ -4,6 +4,7 @@ Called by the rank process, and by tests with a mailbox of their own.
 """
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from prefill_engine.kv.memory_store import MemoryStore
 from prefill_engine.kv.store import BlockStore
 from prefill_engine.kv_cache import KvCache
 from prefill_engine.messages import Progress, RankReady
-from prefill_engine.model.load_progress import LoadProgress
+from prefill_engine.model.load_progress import LoadProgress, console_progress
 from prefill_engine.parallel.exchange import LocalExchange
 from prefill_engine.rank.calibration import calibrate
 from prefill_engine.rank.engine import RankEngine
@@ -161,7 +162,12 @@ def open_store(config: StoreConfig, layout: BlockLayout) -> BlockStore:
 
 
 def _progress_sender(mailbox: Mailbox, rank: int) -> Callable[[LoadProgress], None]:
+    # Rank 0 speaks for all on a terminal; elsewhere each rank logs its shards.
+    show = console_progress(sys.stderr) if rank == 0 or not sys.stderr.isatty() else None
+
     def report(progress: LoadProgress) -> None:
+        if show is not None:
+            show(progress)
         mailbox.send(_progress(rank, "load", progress.done_bytes, progress.total_bytes, "bytes", progress.name))
 
     return report
