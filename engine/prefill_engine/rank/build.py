@@ -41,6 +41,8 @@ from prefill_plan.positions import validate_keep
 
 logger = logging.getLogger(__name__)
 
+_PROGRESS_SECONDS = 0.25
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Design:
@@ -165,9 +167,16 @@ def _progress_sender(mailbox: Mailbox, rank: int) -> Callable[[LoadProgress], No
     # Rank 0 speaks for all on a terminal; elsewhere each rank logs its shards.
     show = console_progress(sys.stderr) if rank == 0 or not sys.stderr.isatty() else None
 
+    sent_seconds = -_PROGRESS_SECONDS
+
     def report(progress: LoadProgress) -> None:
+        nonlocal sent_seconds
         if show is not None:
             show(progress)
+        now = time.monotonic()
+        if now - sent_seconds < _PROGRESS_SECONDS and not progress.shard_done:
+            return  # a checkpoint has 100,000 tensors
+        sent_seconds = now
         mailbox.send(_progress(rank, "load", progress.done_bytes, progress.total_bytes, "bytes", progress.name))
 
     return report
