@@ -1,13 +1,12 @@
-"""How long a request will wait: Accepted, Queued, Estimate, and the wait metric (serving.md 3.1, C48). Pure; no
+"""How long a request will wait: Accepted and Queued (serving.md 3.1). Pure; no
 torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefill_engine.chunk_cut import Work, chunk_work
 from prefill_engine.cost_model import CostModel
 from prefill_engine.fairness import aged_cost
-from prefill_engine.messages import RankLoad, StepModelReport
 from prefill_plan.config import SchedulerConfig
 
 
@@ -85,22 +84,6 @@ def estimate_wait(
         ahead_requests=len(ahead),
         ahead_rows=ahead_work.encoder_rows,
     )
-
-
-def predicted_wait_seconds(loads: Iterable[RankLoad], *, config: SchedulerConfig) -> float:
-    """pe_predicted_wait_seconds (C48): rows not computed x ms per row of the rank that is free first; 0 when there is
-    none."""
-    return min((_drain_seconds(load, step_rows=config.contended_chunk_tokens) for load in loads), default=0.0)
-
-
-def _drain_seconds(load: RankLoad, *, step_rows: int) -> float:
-    rows = load.waiting_rows + load.running_rows_left
-    return rows * report_ms_per_row(load.step_model, step_rows=step_rows) / 1e3
-
-
-def report_ms_per_row(model: StepModelReport, *, step_rows: int) -> float:
-    """CostModel.ms_per_row, for whoever has only the report."""
-    return model.a_ms / step_rows + model.enc_ms_per_row
 
 
 def _turn(

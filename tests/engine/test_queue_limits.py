@@ -2,45 +2,11 @@
 
 import pytest
 
-from prefill_engine.queue_limits import QueueAhead, budget_refusal, queue_refusal
+from prefill_engine.queue_limits import budget_refusal
 from prefill_plan.config import ServerConfig
 from prefill_testing.step_sequences import LINEAR, attempt, model
 
 CONFIG = ServerConfig(max_waiting_requests=10, max_waiting_rows=100_000, max_tenant_rows=40_000)
-
-
-@pytest.mark.parametrize(
-    ("ahead", "expected"),
-    [
-        pytest.param(QueueAhead(waiting_requests=0, rows=0, tenant_rows=0), None, id="idle"),
-        pytest.param(QueueAhead(waiting_requests=9, rows=100_000, tenant_rows=40_000), None, id="at-every-limit"),
-        pytest.param(
-            QueueAhead(waiting_requests=1, rows=100_001, tenant_rows=0), ("QUEUE_FULL", "OTHER_PE"), id="rows"
-        ),
-        pytest.param(
-            QueueAhead(waiting_requests=10, rows=500, tenant_rows=0), ("QUEUE_FULL", "OTHER_PE"), id="requests"
-        ),
-        pytest.param(
-            QueueAhead(waiting_requests=10, rows=200_000, tenant_rows=40_001),
-            ("TENANT_QUOTA", "SAME_LATER"),
-            id="tenant-first",
-        ),
-    ],
-)
-def test_queue_refusal_counts_what_is_ahead(ahead: QueueAhead, expected: tuple[str, str] | None) -> None:
-    refusal = queue_refusal(ahead, config=CONFIG, cost=LINEAR)
-    assert (refusal and (refusal.reason, refusal.retry)) == expected
-
-
-def test_retry_after_is_the_time_until_there_is_room() -> None:
-    ahead = QueueAhead(waiting_requests=1, rows=300_000, tenant_rows=0)
-    refusal = queue_refusal(ahead, config=CONFIG, cost=LINEAR)
-    assert refusal is not None
-    assert refusal.retry_after_seconds == pytest.approx(200_000 * LINEAR.ms_per_row(16_384) / 1e3)
-    assert refusal.message == "300000 rows ahead on this rank, limit 100000; refused"
-    soon = queue_refusal(QueueAhead(waiting_requests=1, rows=100_001, tenant_rows=0), config=CONFIG, cost=LINEAR)
-    assert soon is not None
-    assert soon.retry_after_seconds == pytest.approx(LINEAR.step_ms(16_384, 0, 0) / 1e3)
 
 
 @pytest.mark.parametrize(

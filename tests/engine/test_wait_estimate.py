@@ -3,7 +3,7 @@
 import pytest
 
 from prefill_engine.messages import RankLoad
-from prefill_engine.wait_estimate import PendingWork, WaitEstimate, estimate_wait, predicted_wait_seconds
+from prefill_engine.wait_estimate import PendingWork, WaitEstimate, estimate_wait
 from prefill_plan.config import SchedulerConfig
 from prefill_testing.step_sequences import LINEAR, Bench, attempt
 
@@ -87,12 +87,3 @@ def test_estimate_agrees_with_the_steps_that_follow(num_ahead: int) -> None:
     assert started is not None
     assert result.wait_seconds == pytest.approx(started, abs=0.21)  # one contended step
     assert result.finish_seconds == pytest.approx(bench.now - 100.0, abs=0.21)
-
-
-def test_predicted_wait_is_rows_times_speed_of_the_rank_that_is_free_first() -> None:
-    per_row = LINEAR.ms_per_row(16_384) / 1e3
-    assert predicted_wait_seconds([load(70_000, 30_000), load(0, 40_000)], config=CONFIG) == pytest.approx(
-        40_000 * per_row
-    )
-    assert predicted_wait_seconds([load(5, 0), load(0, 0)], config=CONFIG) == 0.0
-    assert predicted_wait_seconds([], config=CONFIG) == 0.0

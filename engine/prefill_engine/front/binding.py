@@ -32,9 +32,10 @@ def queue_refusal(queue: RankQueue, limits: ServerConfig, *, wait_seconds: float
         wait_seconds: predicted wait behind what is there; becomes retry_after.
     """
     checks = (
+        # First, since it holds on every engine: nobody should try the next one.
+        ("TENANT_QUOTA", "rows of this fairness key wait", queue.tenant_rows, limits.max_tenant_rows),
         ("QUEUE_FULL", "requests wait", queue.waiting_requests, limits.max_waiting_requests),
         ("QUEUE_FULL", "rows wait", queue.waiting_rows, limits.max_waiting_rows),
-        ("TENANT_QUOTA", "rows of this fairness key wait", queue.tenant_rows, limits.max_tenant_rows),
     )
     for reason, what, found, limit in checks:
         if found >= limit:
