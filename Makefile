@@ -2,24 +2,25 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml | sha256sum | cut -c1-16)
+STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml charts/tools/helm.lock | sha256sum | cut -c1-16)
 # One math thread per process: the tests and the demo run several processes on few cores.
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint unit bench protos lock clean
+.PHONY: help setup demo test lint unit bench protos lock clean images test-cluster test-cluster-short demo-cluster demo-cluster-down
 
 help:
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## create .venv with the locked dependencies (idempotent)
 
 # uv installs the locked wheels in seconds; it lives in an environment of its own, so that the lock decides all of .venv.
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock pyproject.toml charts/tools/helm.lock
 	@test -x $(VENV)-tools/bin/uv || { $(PYTHON) -m venv $(VENV)-tools && $(VENV)-tools/bin/pip install --quiet --disable-pip-version-check uv; }
 	@test -x $(BIN)/python || $(VENV)-tools/bin/uv venv --quiet --python $(PYTHON) $(VENV)
 	$(VENV)-tools/bin/uv pip sync --quiet --require-hashes --python $(BIN)/python requirements.lock
 	$(VENV)-tools/bin/uv pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python -e .
+	charts/tools/setup.sh $(VENV)-tools/bin
 	@rm -f $(VENV)/.installed-*; touch $@
 
 demo: setup  ## a real prefill on this machine, each hand-off checked by a decode probe (under a minute)
@@ -34,7 +35,7 @@ lint: setup  ## ruff, mypy --strict, import contracts
 	$(BIN)/lint-imports
 
 unit: setup  ## pytest
-	$(BIN)/python -m pytest -q tests --ignore=tests/cluster
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests --ignore=tests/cluster
 
 bench: setup  ## benchmarks that run on a CPU (figures, not tests)
 	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
@@ -44,6 +45,25 @@ protos: setup  ## regenerate engine/prefill_engine/rpc/*_pb2*
 
 lock: setup  ## resolve the dependencies again into requirements.lock (hashes, no registry address)
 	$(VENV)-tools/bin/uv pip compile pyproject.toml --all-extras --constraint constraints.txt --generate-hashes --no-emit-index-url --no-header --python-version 3.11 --quiet --output-file requirements.lock
+
+images:  ## operator and engine images with buildah (the engine's has torch and CUDA: 6 GB); prints the archives
+	@tests/cluster/bed/packages.sh
+	images/build.sh operator engine
+
+# The cluster suite needs root, the Go tool chain and Debian's containerd; it says so and fails where one is missing.
+CLUSTER_TESTS := $(BIN)/python -m pytest -q -c tests/cluster/pytest.ini tests/cluster
+
+test-cluster: setup  ## operator on a real Kubernetes built from source: all cases, report in tests/cluster/results
+	$(CLUSTER_TESTS) --report tests/cluster/results/cluster.md
+
+test-cluster-short: setup  ## its short profile, for CI: API and RBAC cases, and one path from install to drain
+	$(CLUSTER_TESTS) -m short
+
+demo-cluster: setup  ## a two-node cluster with the chart, a pool Ready and a prefill answered; stays up
+	$(BIN)/python tests/cluster/demo.py up
+
+demo-cluster-down: setup  ## end the cluster of demo-cluster
+	$(BIN)/python tests/cluster/demo.py down
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) $(VENV)-tools .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -68,7 +68,7 @@ for i in $(seq 480); do
 done
 start kube-controller-manager "$bin/kube-controller-manager" --kubeconfig=kcm.kubeconfig --service-account-private-key-file=pki/sa.key --root-ca-file=pki/ca.crt \
   --use-service-account-credentials=true --leader-elect=false --bind-address=127.0.0.1 --secure-port=$((port+1)) --kube-api-qps=${KCM_QPS:-20} --kube-api-burst=${KCM_BURST:-30} \
-  --controllers='*,-nodeipam,-cloud-node-lifecycle,-route' --node-monitor-period=1s --node-monitor-grace-period=${NODE_GRACE:-20s} --cert-dir=pki
+  --controllers='*,-nodeipam,-cloud-node-lifecycle,-route' --node-monitor-period=1s --node-monitor-grace-period=${NODE_GRACE:-20s} --horizontal-pod-autoscaler-sync-period=2s --cert-dir=pki
 start kube-scheduler "$bin/kube-scheduler" --kubeconfig=sched.kubeconfig --leader-elect=false --bind-address=127.0.0.1 --secure-port=$((port+2)) --cert-dir=pki \
   --authentication-kubeconfig=sched.kubeconfig --authorization-kubeconfig=sched.kubeconfig --kube-api-qps=${SCHEDULER_QPS:-50} --kube-api-burst=${SCHEDULER_QPS:-100}
 for i in $(seq "$nodes"); do bash "$here/node.sh" "$i"; done

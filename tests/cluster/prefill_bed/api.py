@@ -14,7 +14,7 @@ import yaml
 Json = dict[str, Any]
 
 _GROUPS = {
-    "/api/v1": "configmaps endpoints events namespaces nodes persistentvolumes pods resourcequotas secrets serviceaccounts services",
+    "/api/v1": "configmaps events namespaces nodes persistentvolumes pods resourcequotas secrets serviceaccounts services",
     "/apis/apps/v1": "deployments replicasets statefulsets",
     "/apis/apiextensions.k8s.io/v1": "customresourcedefinitions",
     "/apis/apiregistration.k8s.io/v1": "apiservices",
@@ -89,6 +89,19 @@ class Api:
             raise ApiError(error.code, error.read().decode(), f"{method} {path}") from None
         return json.loads(text) if "json" in kind else text
 
+    def watch(self, resource: str, namespace: str, labels: str, *, seconds: int = 600) -> Iterator[tuple[str, Json]]:
+        """The objects that are there as ("ADDED", object), then each change, until the server ends the stream."""
+        listed = self.request("GET", self.path(resource, namespace, labelSelector=labels))
+        yield from (("ADDED", item) for item in listed["items"])
+        query = {"labelSelector": labels, "watch": "1", "timeoutSeconds": str(seconds)}
+        query["resourceVersion"] = listed["metadata"]["resourceVersion"]
+        headers = {"Authorization": f"Bearer {self._token}"}
+        request = urllib.request.Request(self.server + self.path(resource, namespace, **query), headers=headers)
+        with urllib.request.urlopen(request, context=self._tls, timeout=seconds + 30) as answer:
+            for line in answer:
+                event = json.loads(line)
+                yield event["type"], event["object"]
+
     def path(self, resource: str, namespace: str | None, name: str | None = None, **query: str) -> str:
         """`resource` may carry a subresource: "pods/eviction"."""
         kind, _, sub = resource.partition("/")
@@ -114,14 +127,18 @@ class Api:
         items: list[Json] = self.request("GET", self.path(resource, namespace, **query))["items"]
         return items
 
-    def create(self, resource: str, namespace: str | None, body: Json, *, name: str | None = None, **query: str) -> Json:
+    def create(
+        self, resource: str, namespace: str | None, body: Json, *, name: str | None = None, **query: str
+    ) -> Json:
         made: Json = self.request("POST", self.path(resource, namespace, name, **query), body)
         return made
 
     def patch(
         self, resource: str, namespace: str | None, name: str, body: Any, *, content_type: str = MERGE, **query: str
     ) -> Json:
-        changed: Json = self.request("PATCH", self.path(resource, namespace, name, **query), body, content_type=content_type)
+        changed: Json = self.request(
+            "PATCH", self.path(resource, namespace, name, **query), body, content_type=content_type
+        )
         return changed
 
     def delete(self, resource: str, namespace: str | None, name: str, **options: Any) -> None:

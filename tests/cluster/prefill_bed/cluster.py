@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,9 @@ class BedError(Exception):
     """The test bed itself failed: not a finding about the operator."""
 
 
-def run_script(script: Path, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 3600) -> str:
+def run_script(
+    script: Path, *arguments: str, environment: Mapping[str, str] | None = None, seconds: float = 3600
+) -> str:
     """Runs a script to its end; its words on stderr are part of the error when it fails."""
     done = subprocess.run(
         [str(script), *arguments],
@@ -100,7 +102,9 @@ class Cluster:
         """Everything is allowed to this identity."""
         return Api.from_kubeconfig(self.kubeconfig)
 
-    def kubectl(self, *arguments: str, objects: list[Json] | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def kubectl(
+        self, *arguments: str, objects: list[Json] | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
         """kubectl as a user runs it; `objects` go to its standard input as YAML."""
         done = subprocess.run(
             [str(self.binaries / "kubectl"), "--kubeconfig", str(self.kubeconfig), *arguments],
@@ -115,7 +119,9 @@ class Cluster:
 
     def apply(self, *objects: Json, manager: str = "user") -> None:
         """Server-side apply, as `kubectl apply --server-side` does it."""
-        self.kubectl("apply", "--server-side", "--force-conflicts", "--field-manager", manager, "-f", "-", objects=list(objects))
+        self.kubectl(
+            "apply", "--server-side", "--force-conflicts", "--field-manager", manager, "-f", "-", objects=list(objects)
+        )
 
     def identity(self, namespace: str, service_account: str, *, seconds: int = 7200) -> Api:
         """A service account's own token, hence its RBAC."""
@@ -138,19 +144,53 @@ class Cluster:
         """Devices of node-`number` that are unhealthy from now on; the kubelet hears of it within a second."""
         (self.directory / f"node-{number}" / f"faults-{kind}").write_text("".join(f"{device}\n" for device in devices))
 
-    def pod_processes(self, number: int, word: str) -> list[int]:
-        """Ids of processes in the pods of node-`number` whose command line holds `word`."""
-        found = []
-        for file in Path(f"/sys/fs/cgroup/pids/node-{number}").rglob("cgroup.procs"):
-            for pid in file.read_text().split():
-                command = Path(f"/proc/{pid}/cmdline")
-                if command.exists() and word in command.read_bytes().replace(b"\0", b" ").decode(errors="replace"):
-                    found.append(int(pid))
-        return found
+    def engine_processes(self, pod: Json) -> list[int]:
+        """Process ids of a pod's engine container, the first process of the container first."""
+        ids = {status["containerID"].rpartition("/")[2] for status in pod["status"]["containerStatuses"]}
+        root = Path("/sys/fs/cgroup/pids") / pod["spec"]["nodeName"]
+        files = [file for file in root.rglob("cgroup.procs") if file.parent.name in ids]
+        return sorted(int(pid) for file in files for pid in file.read_text().split())
 
-    def audit(self) -> list[Json]:
-        """All requests so far (profile with audit)."""
-        return [json.loads(line) for line in (self.directory / "log" / "audit.jsonl").read_text().splitlines() if line]
+    def held_devices(self, pod: Json) -> list[int]:
+        """Numbers of the pretended GPUs that a pod's first container holds (devices.go tells the container)."""
+        environment = Path(f"/proc/{self.engine_processes(pod)[0]}/environ").read_bytes().split(b"\0")
+        (held,) = [entry for entry in environment if entry.startswith(b"PRETEND_DEVICES=")]
+        return [int(number) for number in held.partition(b"=")[2].split(b",")]
+
+    @property
+    def _audit_log(self) -> Path:
+        return self.directory / "log" / "audit.jsonl"
+
+    def audit_size(self) -> int:
+        """Where the audit log ends now, for `since` below."""
+        return self._audit_log.stat().st_size if self._audit_log.exists() else 0
+
+    def audit(self, *, since: int = 0) -> Iterator[Json]:
+        """Requests of any identity, oldest first (profile with audit)."""
+        with self._audit_log.open() as file:
+            file.seek(since)
+            yield from (json.loads(line) for line in file if line.endswith("\n"))
+
+    def refused(self, users: set[str], *, since: int) -> list[str]:
+        """What these users had no right to, each once; a quota that refuses is another matter."""
+        found = {
+            f"{entry['user']['username']} {entry['verb']} {entry['requestURI'].partition('?')[0]}"
+            for entry in self.audit(since=since)
+            if entry["user"]["username"] in users
+            and entry.get("annotations", {}).get("authorization.k8s.io/decision") == "forbid"
+        }
+        return sorted(found)
+
+    def writes(self, user: str, *, since: int) -> list[Json]:
+        """Writes of one user, its Lease and events left out."""
+        reads, aside = {"get", "list", "watch"}, {"leases", "events", "tokenreviews"}
+        return [
+            entry
+            for entry in self.audit(since=since)
+            if entry["user"]["username"] == user
+            and entry["verb"] not in reads
+            and entry.get("objectRef", {}).get("resource") not in aside
+        ]
 
     def ready_nodes(self) -> set[str]:
         return {node["metadata"]["name"] for node in self.api.list("nodes") if is_ready(node)}
@@ -162,8 +202,13 @@ class Cluster:
             parts += [yaml.safe_dump(_short(pool)) for pool in self._list(resource, namespace)]
         pods = self._list("pods", namespace)
         parts += [_pod_line(pod) for pod in pods]
-        events = sorted(self._list("events", namespace), key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime")))
-        parts += [f"{e.get('type')} {e.get('reason')} {e['involvedObject'].get('name')}: {e.get('message')}" for e in events[-40:]]
+        events = sorted(
+            self._list("events", namespace), key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime"))
+        )
+        parts += [
+            f"{e.get('type')} {e.get('reason')} {e['involvedObject'].get('name')}: {e.get('message')}"
+            for e in events[-40:]
+        ]
         if self.profile.nodes:
             parts += [self._pod_logs(pod) for pod in pods if not is_ready(pod)][:4]
         return "\n".join(parts)
@@ -195,9 +240,13 @@ def _short(pool: Json) -> Json:
 def _pod_line(pod: Json) -> str:
     status: dict[str, Any] = pod["status"]
     states = [{container["name"]: container.get("state")} for container in status.get("containerStatuses", [])]
-    conditions = {c["type"]: c["status"] + (f" ({c.get('reason')}: {c.get('message')})" if c.get("message") else "") for c in status.get("conditions", [])}
+    conditions = {
+        c["type"]: c["status"] + (f" ({c.get('reason')}: {c.get('message')})" if c.get("message") else "")
+        for c in status.get("conditions", [])
+    }
     going = " deleting" if "deletionTimestamp" in pod["metadata"] else ""
-    return f"pod {pod['metadata']['name']} on {pod['spec'].get('nodeName')}{going}: {status.get('phase')} {status.get('reason', '')} {states} {conditions}"
+    where = f"pod {pod['metadata']['name']} on {pod['spec'].get('nodeName')}{going}"
+    return f"{where}: {status.get('phase')} {status.get('reason', '')} {states} {conditions}"
 
 
 def end_stale(directory: Path, binaries: Path) -> None:

@@ -1,0 +1,143 @@
+"""Drains under way: one call of the engine's Drain per pod, and what it said last.
+
+Begun by apply.py after the pod was annotated, and resumed from the annotation by reconcile.py after a restart (k8s.md 4.7).
+Nothing here decides or writes: the planner reads `state` and deletes the pod when it is done, late, or out of reach. The engine
+fixes the deadline at its first Drain (C43), so that calling again is harmless.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc.aio
+
+from prefill_operator.drain_wire import DRAIN_METHOD, DrainMessages
+from prefill_operator.resources import PoolKey
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+_SILENCE_SECONDS = 5.0
+
+
+class EngineClient(Protocol):
+    """Calls to engines."""
+
+    def drain(self, address: str, *, timeout_seconds: float) -> AsyncIterator[bool]:
+        """Asks the engine to drain; yields at each of its reports whether nothing is left, until that is so.
+
+        Raises ConnectionError when the engine does not answer, or stops answering.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainState:
+    """What is known of one pod's drain. Times are seconds since the epoch, as in the planner."""
+
+    done: bool = False
+    unreachable_since: float | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    pool: PoolKey
+    task: asyncio.Task[None]
+    state: DrainState
+
+
+class Drains:
+    """All drains of this process, by pod UID. on_change: called with the pool when a state changed."""
+
+    def __init__(
+        self, engines: EngineClient, *, on_change: Callable[[PoolKey], None], clock: Callable[[], float] = time.time
+    ) -> None:
+        self._engines = engines
+        self._on_change = on_change
+        self._clock = clock
+        self._running: dict[str, _Running] = {}
+
+    def begin(self, uid: str, *, pool: PoolKey, address: str, timeout_seconds: float) -> None:
+        """Starts the call, unless it runs already. Without an address the engine counts as unreachable from now on."""
+        if uid in self._running:
+            return
+        state = DrainState(unreachable_since=None if address else self._clock())
+        task = asyncio.create_task(self._call(uid, address, timeout_seconds), name=f"drain {uid}")
+        self._running[uid] = _Running(pool=pool, task=task, state=state)
+
+    def state(self, uid: str) -> DrainState | None:
+        """None if no drain of this pod was begun by this process."""
+        running = self._running.get(uid)
+        return running.state if running else None
+
+    def keep_only(self, pool: PoolKey, uids: Iterable[str]) -> None:
+        """Ends the calls of the pool's other pods: they are gone or no longer drained."""
+        kept = set(uids)
+        for uid in [uid for uid, running in self._running.items() if running.pool == pool and uid not in kept]:
+            self._running.pop(uid).task.cancel()
+
+    async def close(self) -> None:
+        """Ends all calls. Engines go on draining by themselves."""
+        tasks = [running.task for running in self._running.values()]
+        self._running.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _call(self, uid: str, address: str, timeout_seconds: float) -> None:
+        end = self._clock() + timeout_seconds
+        while address:
+            left = max(0.0, end - self._clock())
+            try:
+                async for done in self._engines.drain(address, timeout_seconds=left):
+                    self._set(uid, DrainState(done=done))
+                    if done:
+                        return
+                raise ConnectionError("the engine ended the call before it was done")
+            except ConnectionError as error:
+                since = self._running[uid].state.unreachable_since if uid in self._running else None
+                self._set(uid, DrainState(unreachable_since=since or self._clock()))
+                logger.info("engine does not answer drain", extra={"address": address, "error": str(error)})
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    def _set(self, uid: str, state: DrainState) -> None:
+        running = self._running.get(uid)
+        if running is not None and running.state != state:
+            running.state = state
+            self._on_change(running.pool)
+
+
+class GrpcEngineClient:
+    """The real one: plaintext, as the engine serves it. Build it inside the loop."""
+
+    def __init__(self) -> None:
+        self._messages = DrainMessages()
+
+    async def drain(self, address: str, *, timeout_seconds: float) -> AsyncIterator[bool]:
+        request = self._messages.request()
+        request.deadline.FromNanoseconds(int(timeout_seconds * 1e9))
+        async with grpc.aio.insecure_channel(address) as channel:
+            method = channel.unary_stream(
+                DRAIN_METHOD,
+                request_serializer=self._messages.request.SerializeToString,
+                response_deserializer=self._messages.status.FromString,
+            )
+            call = method(request)
+            try:
+                while (status := await _next_report(call)) is not None:
+                    yield bool(status.done)
+            except grpc.aio.AioRpcError as error:
+                raise ConnectionError(f"{error.code().name}: {error.details()}") from error
+            except TimeoutError as error:
+                raise ConnectionError(f"no report for {_SILENCE_SECONDS:g} s") from error
+            finally:
+                call.cancel()
+
+
+async def _next_report(call: Any) -> Any:
+    """None at the end of the stream. An engine reports several times a second; a dead node never answers at all."""
+    async with asyncio.timeout(_SILENCE_SECONDS):
+        status = await call.read()
+    return None if status is grpc.aio.EOF else status

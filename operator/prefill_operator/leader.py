@@ -1,0 +1,161 @@
+"""What only a leader has: cache, queue, workers, drains and resync, built in one place and filled before any of it acts.
+
+Used by run.py. Which resources are watched is found out at the start: CustomResourceDefinitions of ours must be served, other
+optional ones may be, and nodes may be read or not (C35).
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+from prefill_operator.apply import Applier
+from prefill_operator.cache import Cache
+from prefill_operator.cluster import Cluster
+from prefill_operator.drain import Drains, EngineClient
+from prefill_operator.errors import ClusterError, RequestRejected
+from prefill_operator.event_limiter import EventLimiter
+from prefill_operator.event_sink import EventSink
+from prefill_operator.lease import LeaderLease
+from prefill_operator.model import ChildKind
+from prefill_operator.observe import Observer
+from prefill_operator.operator_metrics import OperatorMetrics
+from prefill_operator.pool_metrics import PoolMetrics
+from prefill_operator.reconcile import Reconciler
+from prefill_operator.render_policy import RenderPolicy
+from prefill_operator.resources import CHILDREN, NODES, PODS, POOLS, REQUIRED_CHILDREN, PoolKey, Resource
+from prefill_operator.resync import Resync
+from prefill_operator.settings import OperatorSettings, RbacParts
+from prefill_operator.work_queue import WorkQueue
+from prefill_plan.model_spec import released_model_spec
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leader:
+    """All of it. `fill` comes first; then `reconciler.work`, `resync.keep` and whatever feeds `sink` may run."""
+
+    resources: tuple[Resource, ...]
+    cache: Cache
+    queue: WorkQueue[PoolKey]
+    sink: EventSink
+    drains: Drains
+    resync: Resync
+    reconciler: Reconciler
+
+    async def fill(self) -> None:
+        """Fills the cache, however long the API server takes, and has every pool looked at."""
+        while True:
+            try:
+                await self.resync.fill()
+                break
+            except ClusterError as error:
+                logger.warning("cache not filled yet", extra={"error": error.message})
+                await asyncio.sleep(_RETRY_SECONDS)
+        keys = self.cache.keys()
+        for key in keys:
+            self.queue.add(key)
+        logger.info("cache filled", extra={"pools": len(keys), "resources": [r.plural for r in self.resources]})
+
+
+def build_leader(
+    cluster: Cluster,
+    lease: LeaderLease,
+    engines: EngineClient,
+    *,
+    resources: tuple[Resource, ...],
+    settings: OperatorSettings,
+    metrics: OperatorMetrics,
+) -> Leader:
+    """Builds every object of a leader; nothing runs yet. resources: from find_resources."""
+    cache = Cache(settings.signals, has_nodes=NODES in resources)
+    queue = WorkQueue[PoolKey]()
+    drains = Drains(engines, on_change=queue.add)
+    policy = RenderPolicy.of(settings)
+    resync = Resync(
+        cluster,
+        cache,
+        queue.add,
+        resources=resources,
+        namespaces=settings.namespaces or ("",),
+        metrics=metrics,
+        seconds=settings.resync_seconds,
+    )
+    applier = Applier(
+        cluster,
+        cache,
+        lease,
+        drains=drains,
+        events=EventLimiter(identity=settings.identity, on_nodes=not settings.namespaces, clock=time.monotonic),
+        policy=policy,
+        clock=time.time,
+    )
+    optional = frozenset(kind for kind in ChildKind if CHILDREN[kind] in resources) - frozenset(REQUIRED_CHILDREN)
+    observer = Observer(
+        cache, drains, policy=policy, optional_kinds=optional, model=released_model_spec(), clock=time.time
+    )
+    reconciler = Reconciler(
+        cache,
+        queue,
+        observer,
+        applier,
+        drains=drains,
+        metrics=metrics,
+        pool_metrics=PoolMetrics(metrics.registry),
+        settings=settings,
+        clock=time.time,
+    )
+    metrics.watch_queue(depth=lambda: queue.depth, oldest_seconds=lambda: queue.oldest_seconds)
+    sink = EventSink(cache, queue.add, metrics=metrics, on_relist=resync.hurry)
+    return Leader(
+        resources=resources,
+        cache=cache,
+        queue=queue,
+        sink=sink,
+        drains=drains,
+        resync=resync,
+        reconciler=reconciler,
+    )
+
+
+async def find_resources(cluster: Cluster, settings: OperatorSettings) -> tuple[Resource, ...]:
+    """What to watch in this cluster with these rights. Waits for the CustomResourceDefinitions and for the API server."""
+    while True:
+        try:
+            missing = [pools.plural for pools in POOLS.values() if not await cluster.serves(pools)]
+            if not missing:
+                return await _list_resources(cluster, settings)
+            logger.warning("CustomResourceDefinitions are not installed", extra={"missing": missing})
+        except ClusterError as error:
+            logger.warning("API server not usable yet", extra={"error": error.message})
+        await asyncio.sleep(_RETRY_SECONDS)
+
+
+async def _list_resources(cluster: Cluster, settings: OperatorSettings) -> tuple[Resource, ...]:
+    kinds = [*REQUIRED_CHILDREN, *_allowed_kinds(settings.rbac)]
+    children = [CHILDREN[kind] for kind in kinds if await cluster.serves(CHILDREN[kind])]
+    nodes = [NODES] if settings.rbac.nodes and await _may_read_nodes(cluster) else []
+    return (*POOLS.values(), PODS, *nodes, *children)
+
+
+def _allowed_kinds(parts: RbacParts) -> list[ChildKind]:
+    allowed = {
+        ChildKind.HPA: parts.autoscaling,
+        ChildKind.SCALED_OBJECT: parts.keda,
+        ChildKind.POD_MONITOR: parts.prometheus_operator,
+        ChildKind.NETWORK_POLICY: parts.network_policies,
+    }
+    return [kind for kind, is_allowed in allowed.items() if is_allowed]
+
+
+async def _may_read_nodes(cluster: Cluster) -> bool:
+    try:
+        async for _ in cluster.pages(NODES, metadata_only=True):
+            break
+    except RequestRejected as error:
+        logger.warning("nodes may not be read; rules about nodes are off", extra={"error": error.message})
+        return False
+    return True

@@ -1,0 +1,95 @@
+"""Sentences for conditions: how many PEs are in which state, and what is wrong with the worst (k8s.md 3.3).
+
+The trap: a message that changes with the clock makes the status differ on every pass. So there are no ages up to now, and
+load progress is rounded down to steps of 5 %.
+"""
+
+from datetime import UTC, datetime
+
+from prefill_operator.failures import PodState, Remedy
+from prefill_operator.fleet import Fleet, PodView
+from prefill_operator.intent import Intent
+
+_SEVERITY = (
+    PodState.CONFIG_REJECTED,
+    PodState.GPU_FAULT,
+    PodState.OUT_OF_MEMORY,
+    PodState.CRASH_LOOP,
+    PodState.CRASHED,
+    PodState.IMAGE_PULL,
+    PodState.CONTAINER_ERROR,
+    PodState.FOREIGN,
+    PodState.LOST,
+    PodState.FAILED,
+    PodState.UNSCHEDULABLE,
+    PodState.NODE_NOT_READY,
+    PodState.UNREADY,
+    PodState.NODE_MAINTENANCE,
+    PodState.NODE_CORDONED,
+    PodState.LOADING,
+)
+"""Worst first."""
+
+_PROGRESS_STEPS = 20
+
+
+def format_time(seconds: float) -> str:
+    """RFC 3339 in UTC, whole seconds, as the API server writes times."""
+    return datetime.fromtimestamp(int(seconds), tz=UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def troubled_views(fleet: Fleet) -> list[PodView]:
+    """Pods with something wrong, the worst first; a pod that loads for the first time is none of them."""
+    troubled = [view for view in fleet.views if _is_troubled(view)]
+    return sorted(troubled, key=lambda view: (_SEVERITY.index(view.state), view.verdict.since, view.pod.name))
+
+
+def describe_fleet(intent: Intent, fleet: Fleet) -> str:
+    """E.g. "12/16 ready, 2 loading (306/510 GB), 1 draining; flash-4f2a9c01-7 on gpu-3: CudaOom (exit 12) in warmup"."""
+    parts = [f"{fleet.num_serving}/{intent.replicas} ready"]
+    loading = fleet.in_state(PodState.LOADING)
+    if loading:
+        parts.append(f"{len(loading)} loading{_progress(loading)}")
+    for state, word in (
+        (PodState.PENDING, "pending"),
+        (PodState.UNSCHEDULABLE, "unschedulable"),
+        (PodState.DRAINING, "draining"),
+        (PodState.TERMINATING, "terminating"),
+        (PodState.LOST, "lost"),
+        (PodState.FAILED, "failed"),
+    ):
+        count = len(fleet.in_state(state))
+        if count:
+            parts.append(f"{count} {word}")
+    text = ", ".join(parts)
+    worst = troubled_views(fleet)
+    return f"{text}; {describe_pod(worst[0])}" if worst else text
+
+
+def describe_pod(view: PodView) -> str:
+    where = f" on {view.pod.node}" if view.pod.node else ""
+    return f"{view.pod.name}{where}: {view.verdict.message or view.state}"
+
+
+def _is_troubled(view: PodView) -> bool:
+    if view.state not in _SEVERITY:
+        return False
+    if view.state is PodState.LOADING:
+        return bool(view.verdict.message)
+    return True
+
+
+def _progress(views: list[PodView]) -> str:
+    """Progress of all loads together, in steps of 5 %, so that the status is not rewritten all the time."""
+    loads = [view.pod.load for view in views if view.pod.load and view.pod.load.total_bytes > 0]
+    if not loads:
+        return ""
+    total = sum(load.total_bytes for load in loads)
+    loaded = min(total, sum(load.loaded_bytes for load in loads))
+    steps = loaded * _PROGRESS_STEPS // total
+    return f" ({total * steps / _PROGRESS_STEPS / 1e9:.0f}/{total / 1e9:.0f} GB)"
+
+
+def count_replacing(fleet: Fleet) -> int:
+    """Pods that node or device forces out."""
+    return len(fleet.select(lambda v: v.is_live and v.verdict.remedy in {Remedy.REPLACE_FIRST, Remedy.DRAIN_NOW}))

@@ -1,0 +1,209 @@
+"""Pools under test: their manifests, and what one reads off their pods and status."""
+
+import http.client
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefill_bed.api import ApiError, Json, conditions, is_ready
+from prefill_bed.cluster import Cluster
+from prefill_bed.engine_pod import IMAGE, SITE_PACKAGES
+from prefill_bed.installation import LocalOperators, merged
+from prefill_bed.waiting import until
+
+API_VERSION = "prefill.dev/v1alpha1"
+
+
+def gpu_pool(name: str = "flash", **spec: Any) -> Json:
+    """A pool of the released model on H200 nodes (fake ones run no container), with times short enough for a test."""
+    base = {
+        "replicas": 3,
+        "model": {"name": "deepseek-v4.1-flash", "revision": "r1", "source": {"hostPath": {"path": "/models/flash"}}},
+        "gpu": {"product": "NVIDIA-H200"},
+        "quota": {"redundancy": {"mode": "Fixed", "spares": 1}},
+        "rollout": {"minReadySeconds": 1, "progressDeadlineSeconds": 600},
+        "lifecycle": {"nodeLostGraceSeconds": 5, "drainTimeoutSeconds": 20, "maxConcurrentLoads": 8},
+        "engine": {"image": "registry.example/engine:1", "cpuPerGPU": 1, "memoryPerGPU": "1Gi"},
+    }
+    return {"apiVersion": API_VERSION, "kind": "PrefillPool", "metadata": {"name": name}, "spec": merged(base, spec)}
+
+
+class PoolView:
+    """One pool as its user sees it."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        namespace: str,
+        name: str = "flash",
+        *,
+        resource: str = "prefillpools",
+        operators: LocalOperators | None = None,
+    ) -> None:
+        self.cluster, self.namespace, self.name, self.resource = cluster, namespace, name, resource
+        self._operators = operators
+
+    @property
+    def installation(self) -> LocalOperators:
+        assert self._operators is not None, "this pool's operator is not a process of ours"
+        return self._operators
+
+    def create(self, pool: Json) -> Json:
+        return self.cluster.api.create(self.resource, self.namespace, pool, fieldValidation="Strict")
+
+    def change(self, **spec: Any) -> Json:
+        """Merge patch of the spec; None removes a field. A conflict of writers is tried again by the API server itself."""
+        return self.cluster.api.patch(self.resource, self.namespace, self.name, {"spec": spec})
+
+    def get(self) -> Json:
+        return self.cluster.api.get(self.resource, self.namespace, self.name)
+
+    def status(self) -> Json:
+        status: Json = self.get().get("status", {})
+        return status
+
+    def pods(self) -> list[Json]:
+        """All pods that carry the pool's label, oldest first."""
+        pods = self.cluster.api.list("pods", self.namespace, labels=f"prefill.dev/pool={self.name}")
+        return sorted(pods, key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
+
+    def live(self) -> list[Json]:
+        return [pod for pod in self.pods() if "deletionTimestamp" not in pod["metadata"]]
+
+    def ready(self) -> list[Json]:
+        return [pod for pod in self.pods() if is_ready(pod)]
+
+    def names(self) -> list[str]:
+        return [pod["metadata"]["name"] for pod in self.live()]
+
+    def condition(self, kind: str) -> Json:
+        found: Json = conditions(self.get()).get(kind, {})
+        return found
+
+    def events(self) -> list[Json]:
+        events = self.cluster.api.list("events", self.namespace)
+        return [event for event in events if event["involvedObject"].get("name") == self.name]
+
+    def wait(self, what: str, check: Callable[[], Any], *, seconds: float = 120) -> Any:
+        return until(f"pool {self.name}: {what}", check, seconds=seconds)
+
+    def wait_condition(self, kind: str, status: str, reason: str = "", *, seconds: float = 120) -> Json:
+        """The condition, once it has this status (and reason) for the current generation."""
+
+        def check() -> Json:
+            pool = self.get()
+            found: Json = conditions(pool).get(kind, {})
+            seen = f"{kind}={found.get('status')}/{found.get('reason')}: {found.get('message')}"
+            assert found.get("status") == status, seen
+            assert not reason or found.get("reason") == reason, seen
+            assert found.get("observedGeneration") == pool["metadata"]["generation"], f"{seen} (older generation)"
+            return found
+
+        found: Json = self.wait(f"{kind}={status} {reason}", check, seconds=seconds)
+        return found
+
+    def wait_settled(self, total: int, *, seconds: float = 120) -> None:
+        """Ready and Redundant True, exactly `total` pods, all of them ready and none on its way out."""
+
+        def check() -> None:
+            pods = self.pods()
+            ready = sum(is_ready(pod) for pod in pods)
+            assert len(pods) == ready == total, f"{ready} of {len(pods)} pods ready, {total} expected"
+
+        self.wait(f"{total} ready pods", check, seconds=seconds)
+        self.wait_condition("Ready", "True", seconds=30)
+        self.wait_condition("Redundant", "True", seconds=30)
+        self.wait_condition("Progressing", "True", "Complete", seconds=30)
+
+
+class ReadyWatch:
+    """Follows the ready pods of a pool by a watch, so that no dip is missed between two looks.
+
+    `lowest` is the least count since `__enter__`. While the API server is away nothing changes in its view.
+    """
+
+    def __init__(self, view: PoolView) -> None:
+        self._view = view
+        self._ready: dict[str, bool] = {}
+        self._stop = False
+        self._listed = threading.Event()
+        self.lowest = 0
+
+    def __enter__(self) -> "ReadyWatch":
+        threading.Thread(target=self._follow, daemon=True).start()
+        assert self._listed.wait(30), "the pod watch did not start"
+        self.lowest = sum(self._ready.values())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+
+    def _follow(self) -> None:
+        labels = f"prefill.dev/pool={self._view.name}"
+        while not self._stop:
+            try:
+                known = self._view.cluster.api.list("pods", self._view.namespace, labels=labels)
+                self._ready = {pod["metadata"]["uid"]: is_ready(pod) for pod in known}
+                self._note()
+                self._listed.set()
+                for kind, pod in self._view.cluster.api.watch("pods", self._view.namespace, labels):
+                    if self._stop:
+                        return
+                    if kind == "ERROR":
+                        break
+                    self._ready[pod["metadata"]["uid"]] = kind != "DELETED" and is_ready(pod)
+                    self._note()
+            except (ApiError, OSError, ValueError, http.client.HTTPException):
+                time.sleep(0.2)
+
+    def _note(self) -> None:
+        self.lowest = min(self.lowest, sum(self._ready.values()))
+
+
+def expect(condition: object, seen: object) -> None:
+    """An assertion as an expression, for the checks of waits."""
+    assert condition, seen
+
+
+def cpu_pool(name: str, checkpoint: Path, **spec: Any) -> Json:
+    """The CPU profile with the tiny checkpoint: real engine pods (C27), third-party packages from this machine."""
+    base = {
+        "replicas": 2,
+        "model": {
+            "name": "tiny",
+            "architecture": "test-tiny",
+            "revision": "r1",
+            "source": {"hostPath": {"path": str(checkpoint)}},
+        },
+        "context": {"maxTokens": 4096, "chunkTokensPerGPU": 512, "keepTokens": 24},
+        "kvCache": {"tokensPerGPU": 16384, "sequencesPerGPU": 1},
+        "quota": {"redundancy": {"mode": "Fixed", "spares": 1}},
+        "rollout": {"minReadySeconds": 1, "progressDeadlineSeconds": 900},
+        "lifecycle": {
+            "nodeLostGraceSeconds": 5,
+            "drainTimeoutSeconds": 15,
+            "loadTimeoutSeconds": 300,
+            "maxConcurrentLoads": 2,
+        },
+        "scheduling": {"placement": "Spread"},
+        "engine": {
+            "image": IMAGE,
+            "imagePullPolicy": "IfNotPresent",
+            "device": "cpu",
+            "resources": {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "3Gi"}},
+        },
+        "podTemplate": {
+            "spec": {
+                "volumes": [{"name": "site", "hostPath": {"path": str(SITE_PACKAGES), "type": "Directory"}}],
+                "containers": [
+                    {
+                        "name": "engine",
+                        "volumeMounts": [{"name": "site", "mountPath": "/opt/site", "readOnly": True}],
+                    }
+                ],
+            }
+        },
+    }
+    return {"apiVersion": API_VERSION, "kind": "PrefillPool", "metadata": {"name": name}, "spec": merged(base, spec)}

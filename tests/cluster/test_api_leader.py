@@ -1,0 +1,167 @@
+"""Two operators, and an API server that comes and goes (k8s.md 7.3 items 10, 11 and 13)."""
+
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from prefill_bed.api import ApiError
+from prefill_bed.bed import Bed
+from prefill_bed.cluster import Cluster
+from prefill_bed.installation import LocalOperators
+from prefill_bed.pools import PoolView, ReadyWatch, expect, gpu_pool
+from prefill_bed.waiting import until
+
+Install = Callable[..., LocalOperators]
+Figure = Callable[[str], None]
+
+
+@pytest.fixture
+def pool(install: Install, control_plane: Cluster) -> PoolView:
+    """3 PEs and 1 spare, all ready; op-a leads."""
+    operators = install()
+    operators.start()
+    view = PoolView(control_plane, operators.namespace, operators=operators)
+    view.create(gpu_pool())
+    view.wait_settled(4)
+    return view
+
+
+@pytest.mark.short
+def test_takeover_after_kill(pool: PoolView, figure: Figure) -> None:
+    """kill -9 of the leader: the standby holds the Lease within 20 s and does its work."""
+    operators = pool.installation
+    operators.start("op-b", lead=False)
+    operators.children["op-a"].end(signal.SIGKILL)
+    begin = time.monotonic()
+    until("op-b to lead", lambda: operators.leads("op-b"), seconds=60)
+    figure(f"Lease taken over after {time.monotonic() - begin:.1f} s")
+    assert time.monotonic() - begin < 20
+    pool.change(replicas=4)
+    pool.wait_settled(5)
+
+
+def test_lease_is_released_on_sigterm(pool: PoolView, figure: Figure) -> None:
+    """SIGTERM: the leader gives the Lease up and ends with 0; the standby leads at once."""
+    operators = pool.installation
+    operators.start("op-b", lead=False)
+    begin = time.monotonic()
+    assert operators.children["op-a"].end(signal.SIGTERM) == 0
+    until("op-b to lead", lambda: operators.leads("op-b"), seconds=60)
+    figure(f"Lease handed over after {time.monotonic() - begin:.1f} s")
+    assert time.monotonic() - begin < 8
+
+
+def test_stopped_leader_does_no_harm(pool: PoolView) -> None:
+    """SIGSTOP of the leader for 30 s in mid-rollout, then SIGCONT: one revision, exact count, never below 4 ready."""
+    operators = pool.installation
+    operators.start("op-b", lead=False)
+    first = operators.children["op-a"]
+    with ReadyWatch(pool) as watch:
+        pool.change(model={"revision": "r2"})
+        pool.wait("the rollout to have begun", lambda: expect(len(pool.names()) > 4, pool.names()))
+        first.send(signal.SIGSTOP)
+        until("op-b to lead", lambda: operators.leads("op-b"), seconds=60)
+        pool.wait_condition("Ready", "True", seconds=240)
+        first.send(signal.SIGCONT)
+        until("op-a to end", lambda: expect(not first.running, "still running"), seconds=30)
+        pool.wait_settled(4)
+        assert watch.lowest >= 4
+
+
+def test_api_server_restart(pool: PoolView, figure: Figure) -> None:
+    """API server away for 10 s, and everything written meanwhile forgotten by its watch cache: the operator goes on by itself."""
+    child = pool.installation.children["op-a"]
+    pool.change(replicas=4)
+    pool.cluster.restart("kube-apiserver", down_seconds=10)
+    until("the API server", lambda: _answers(pool), seconds=120)
+    begin = time.monotonic()
+    pool.change(replicas=2, model={"revision": "r2"})
+    pool.wait_settled(3, seconds=300)
+    figure(f"settled {time.monotonic() - begin:.1f} s after the API server was back")
+    assert child.running, child.tail()
+
+
+def test_etcd_restart(pool: PoolView) -> None:
+    """etcd killed and back: no crash, the pool settles."""
+    pool.cluster.restart("etcd", down_seconds=3)
+    until("the API server", lambda: _answers(pool), seconds=120)
+    pool.change(replicas=2)
+    pool.wait_settled(3, seconds=300)
+    assert pool.installation.children["op-a"].running
+
+
+def _answers(pool: PoolView) -> None:
+    try:
+        pool.get()
+    except (ApiError, OSError) as error:
+        raise AssertionError(str(error)) from error
+
+
+def test_throttled_api_server(pool: PoolView, bed: Bed, control_plane: Cluster) -> None:
+    """Every request of the operator answered 429 for a while: no storm of tries, no crash, then it catches up."""
+    operators = pool.installation
+    child = operators.children["op-a"]
+    api = control_plane.api
+    flow = "/apis/flowcontrol.apiserver.k8s.io/v1"
+    level = {
+        "metadata": {"name": "reject-all"},
+        "spec": {"type": "Limited", "limited": {"nominalConcurrencyShares": 0, "limitResponse": {"type": "Reject"}}},
+    }
+    subject = {
+        "kind": "ServiceAccount",
+        "serviceAccount": {"name": operators.account, "namespace": operators.namespace},
+    }
+    rules = [{"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"], "clusterScope": True, "namespaces": ["*"]}]
+    schema = {
+        "metadata": {"name": "reject-operator"},
+        "spec": {
+            "priorityLevelConfiguration": {"name": "reject-all"},
+            "matchingPrecedence": 1,
+            "rules": [{"subjects": [subject], "resourceRules": rules}],
+        },
+    }
+    since = control_plane.audit_size()
+    api.request("POST", f"{flow}/prioritylevelconfigurations", level)
+    api.request("POST", f"{flow}/flowschemas", schema)
+    try:
+        pool.change(replicas=4)
+        until("a refusal", lambda: expect(_throttled(control_plane, operators, since), "none yet"), seconds=60)
+        time.sleep(6)  # under the 10 s that a leader may go without renewal
+    finally:
+        api.request("DELETE", f"{flow}/flowschemas/reject-operator")
+        api.request("DELETE", f"{flow}/prioritylevelconfigurations/reject-all")
+    if not child.running:  # it may have lost its Lease: then it ends, and its Deployment starts it again
+        operators.start("op-a")
+    pool.wait_settled(5)
+    assert _throttled(control_plane, operators, since) < 200
+
+
+def _throttled(cluster: Cluster, operators: LocalOperators, since: int) -> int:
+    mine = (entry for entry in cluster.audit(since=since) if entry["user"]["username"] == operators.user)
+    return sum(entry.get("responseStatus", {}).get("code") == 429 for entry in mine)
+
+
+def test_resync_finds_nothing(pool: PoolView, figure: Figure) -> None:
+    """After a rollout and a scale the cache equals the API server: no mismatch in the metrics."""
+    pool.change(replicas=4, model={"revision": "r2"})
+    pool.wait_settled(5, seconds=240)
+    text = pool.installation.metrics("op-a")
+    found = re.findall(r"^prefill_operator_resync_mismatch_total(?:\{.*?\})? ([0-9.e+]+)$", text, re.MULTILINE)
+    assert sum(map(float, found)) == 0, found
+    assert "prefill_operator_reconcile_seconds" in text
+
+
+@pytest.mark.short
+def test_works_without_reading_nodes(install: Install, control_plane: Cluster) -> None:
+    """rbac.nodes=false: the pool becomes Ready under roles alone, and the status says what is not watched."""
+    operators = install(rbac={"nodes": False})
+    operators.start()
+    view = PoolView(control_plane, operators.namespace, operators=operators)
+    view.create(gpu_pool())
+    view.wait_settled(4)
+    roles = control_plane.api.list("clusterrolebindings")
+    assert not [
+        role for role in roles for who in role.get("subjects", []) if who.get("namespace") == operators.namespace
+    ]

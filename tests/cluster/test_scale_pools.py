@@ -1,0 +1,183 @@
+"""Figures at scale on the real API server, 20 fake nodes of 512 GPUs (decisions.md C33); beside a peer in issue 4, part 8."""
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from prefill_bed.api import Json, conditions, is_ready
+from prefill_bed.bed import Bed, FakeNodes, cpu_seconds
+from prefill_bed.cluster import Cluster, Profile
+from prefill_bed.installation import Helm, LocalOperators
+from prefill_bed.pools import PoolView, ReadyWatch, expect, gpu_pool
+from prefill_bed.waiting import until
+
+pytestmark = pytest.mark.scale
+Figure = Callable[[str], None]
+PODS = 4
+QUIET: Json = {"scope": {"namespaced": False}, "replicaCount": 2, "readinessGate": {"enabled": True}}
+
+
+@pytest.fixture
+def cluster(bed: Bed) -> Cluster:
+    """Rate limits of scheduler and controllers lifted, as in the peer's best run."""
+    profile = Profile(nodes=0, grace_seconds=6, audit=True, scheduler_qps=500)
+    cluster = bed.use(profile, FakeNodes(count=20, gpus=512, heartbeat=5))
+    bed.fakes.reset()
+    bed.fakes.control(ready_seconds=1)
+    return cluster
+
+
+@pytest.fixture
+def operators(
+    cluster: Cluster, helm: Callable[[Cluster], Helm], new_namespace: Callable[[Cluster], str]
+) -> Iterator[LocalOperators]:
+    """Cluster-wide, with the chart's defaults."""
+    made = LocalOperators(cluster, helm(cluster), new_namespace(cluster), QUIET)
+    yield made
+    made.end()
+
+
+def pool(name: str) -> Json:
+    rollout = {"minReadySeconds": 0}
+    return gpu_pool(name, replicas=PODS, quota={"redundancy": {"mode": "None", "spares": None}}, rollout=rollout)
+
+
+def create_pools(cluster: Cluster, namespace: str, count: int) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        names = [f"p{index}" for index in range(count)]
+        list(threads.map(lambda name: cluster.api.create("prefillpools", namespace, pool(name)), names))
+
+
+def wait_all_ready(cluster: Cluster, namespace: str, count: int, *, seconds: float) -> None:
+    def check() -> None:
+        pools = cluster.api.list("prefillpools", namespace)
+        ready = sum(conditions(item).get("Ready", {}).get("status") == "True" for item in pools)
+        assert ready == count, f"{ready} of {count} pools Ready"
+
+    until(f"{count} pools", check, seconds=seconds, interval=0.5)
+
+
+def metric(text: str, name: str) -> float:
+    """Sum of a metric over its labels."""
+    found = re.findall(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def quantile(text: str, name: str, share: float) -> float:
+    """Upper bound of the bucket in which this share of a histogram lies, over all labels."""
+    buckets: dict[float, float] = {}
+    for bound, count in re.findall(rf'^{name}_bucket{{[^}}]*le="([^"]+)"[^}}]*}} ([0-9.e+]+)$', text, re.MULTILINE):
+        buckets[float(bound)] = buckets.get(float(bound), 0) + float(count)
+    total = max(buckets.values())
+    return min(bound for bound, count in buckets.items() if count >= share * total)
+
+
+def test_hundred_pools(
+    cluster: Cluster, operators: LocalOperators, new_namespace: Callable[[Cluster], str], figure: Figure
+) -> None:
+    """100 pools of 4: all Ready, CPU of operator and API server, restart without a write, replacement, rollout."""
+    child, namespace = operators.start(), new_namespace(cluster)
+    server = cluster.process_id("kube-apiserver")
+    before = child.cpu_seconds(), cpu_seconds(server)
+    begin = time.monotonic()
+    create_pools(cluster, namespace, 100)
+    wait_all_ready(cluster, namespace, 100, seconds=120)
+    took = time.monotonic() - begin
+    used = child.cpu_seconds() - before[0], cpu_seconds(server) - before[1]
+    figure(f"all Ready in {took:.1f} s (goal 10), CPU operator {used[0]:.1f} + API server {used[1]:.1f} s (goal 12)")
+
+    child.end(signal.SIGTERM)
+    since = cluster.audit_size()
+    begin = time.monotonic()
+    operators.start("op-b")
+    _wait_reconciled(operators, "op-b", 100)
+    writes = cluster.writes(operators.user, since=since)
+    figure(f"restart: {time.monotonic() - begin:.1f} s until all were looked at, {len(writes)} writes")
+    assert not writes, writes[:3]
+
+    view = PoolView(cluster, namespace, "p7")
+    old = set(view.names())
+    begin = time.monotonic()
+    cluster.api.delete("pods", namespace, min(old))
+    view.wait("4 ready", lambda: expect(len(view.ready()) == PODS and min(old) not in view.names(), view.names()))
+    figure(f"deleted pod replaced and ready in {time.monotonic() - begin:.1f} s (goal 2.5)")
+
+    view, old = PoolView(cluster, namespace, "p8"), set(PoolView(cluster, namespace, "p8").names())
+    with ReadyWatch(view) as watch:
+        begin = time.monotonic()
+        view.change(model={"revision": "r2"})
+        view.wait("new pods", lambda: expect(not old & {p["metadata"]["name"] for p in view.pods()}, view.names()))
+        view.wait_condition("Ready", "True")
+        figure(f"4 pods rolled in {time.monotonic() - begin:.1f} s (goal 17), lowest ready count {watch.lowest}")
+        assert watch.lowest >= PODS
+
+
+def _wait_reconciled(operators: LocalOperators, name: str, count: int) -> None:
+    def check() -> None:
+        done = metric(operators.metrics(name), "prefill_operator_reconcile_seconds_count")
+        assert done >= count, f"{done:.0f} of {count} reconciled"
+
+    until("every pool to be reconciled", check, seconds=180)
+
+
+@pytest.mark.timeout(3600)
+def test_thousand_pools(
+    cluster: Cluster, operators: LocalOperators, bed: Bed, new_namespace: Callable[[Cluster], str], figure: Figure
+) -> None:
+    """1,000 pools of 4: restart < 30 s, RSS < 400 MiB, idle CPU < 5 %, no write at rest, node loss < 25 s, takeover < 20 s."""
+    child, namespace = operators.start(), new_namespace(cluster)
+    begin = time.monotonic()
+    create_pools(cluster, namespace, 1000)
+    wait_all_ready(cluster, namespace, 1000, seconds=900)
+    figure(f"4,000 pods Ready in {time.monotonic() - begin:.0f} s")
+    child.end(signal.SIGTERM)
+
+    since, begin = cluster.audit_size(), time.monotonic()
+    child = operators.start("op-b")
+    _wait_reconciled(operators, "op-b", 1000)
+    took = time.monotonic() - begin
+    slow = quantile(operators.metrics("op-b"), "prefill_operator_reconcile_seconds", 0.99)
+    figure(f"restart: all reconciled in {took:.1f} s (goal 30), reconcile p99 <= {slow:g} s")
+    assert took < 30
+
+    before, begin = child.cpu_seconds(), time.monotonic()
+    time.sleep(75)  # a stretch with at least one resync: idle load is a rate over time
+    idle = (child.cpu_seconds() - before) / (time.monotonic() - begin)
+    memory = child.resident_bytes() / 2**20
+    writes = cluster.writes(operators.user, since=since)
+    figure(f"idle CPU {100 * idle:.1f} % (goal 5), RSS {memory:.0f} MiB (goal 400), {len(writes)} writes at rest")
+    assert not writes, writes[:3]
+    assert idle < 0.05
+    assert memory < 400
+
+    old = {p["metadata"]["uid"] for p in cluster.api.list("pods", namespace) if p["spec"].get("nodeName") == "gpu-3"}
+    known = {p["metadata"]["uid"] for p in cluster.api.list("pods", namespace)}
+    begin = time.monotonic()
+    bed.fakes.kill_nodes("gpu-3")
+
+    def replaced() -> None:
+        pods = cluster.api.list("pods", namespace)
+        fresh = sum(p["metadata"]["uid"] not in known and bool(p["spec"].get("nodeName")) for p in pods)
+        assert fresh >= len(old), f"{fresh} of {len(old)}"
+
+    until("replacements", replaced, seconds=180, interval=0.5)
+    figure(f"node with {len(old)} pods lost: all replacements bound after {time.monotonic() - begin:.1f} s (goal 25)")
+    bed.fakes.kill_nodes()
+    wait_all_ready(cluster, namespace, 1000, seconds=300)
+
+    operators.start("op-c", lead=False)
+    until("op-c to have read everything", lambda: operators.metrics("op-c"), seconds=60)
+    child.end(signal.SIGKILL)
+    begin = time.monotonic()
+    until("op-c to lead", lambda: operators.leads("op-c"), seconds=60)
+    led = time.monotonic() - begin
+    view = PoolView(cluster, namespace, "p500")
+    view.change(replicas=PODS + 1)
+    view.wait("a fifth pod", lambda: expect(sum(map(is_ready, view.pods())) == PODS + 1, len(view.pods())), seconds=120)
+    figure(
+        f"leader killed: Lease taken after {led:.1f} s (goal 20), a change carried out {time.monotonic() - begin:.1f} s"
+    )
+    assert led < 20

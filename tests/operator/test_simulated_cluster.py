@@ -1,0 +1,226 @@
+"""Layer 2 of k8s.md 7.1: random histories of one pool in a model cluster, and what must hold in all of them."""
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefill_operator.api_parts import LifecycleSpec, RolloutSpec
+from prefill_operator.model import CreatePod, Observed, PodPhase, StartDrain
+from prefill_operator.names import ConditionType
+from prefill_operator.plan import parse_floor
+from prefill_operator.pool_api import ExpertParallelSpec, PrefillPoolSpec, QuotaSpec, RedundancySpec
+from prefill_testing.cluster_model import Applied, ClusterModel, NodeModel
+from prefill_testing.planner_pools import ENGINE_A, ENGINE_B, ENGINE_C, make_pool, make_spec
+
+NUM_NODES = 8
+LOAD_CAP = 3
+MAX_PES = 12
+ENGINES = (ENGINE_A, ENGINE_B, ENGINE_C)
+
+
+class PoolHistory(RuleBasedStateMachine):
+    """Operators, users and the world take turns."""
+
+    @initialize(
+        replicas=st.integers(0, 5),
+        spares=st.integers(0, 2),
+        surge=st.integers(0, 3),
+        unavailable=st.integers(0, 3),
+        load_cap=st.sampled_from([0, LOAD_CAP]),
+    )
+    def create_pool(self, replicas: int, spares: int, surge: int, unavailable: int, load_cap: int) -> None:
+        spec = make_spec(
+            replicas=replicas,
+            ep=ExpertParallelSpec(min=2, max=8),
+            rollout=RolloutSpec(
+                max_surge=max(surge, int(unavailable == 0)), max_unavailable=unavailable, min_ready_seconds=10
+            ),
+            quota=QuotaSpec(max_pes=MAX_PES, redundancy=RedundancySpec(spares=spares)),
+            lifecycle=LifecycleSpec(max_concurrent_loads=load_cap, max_concurrent_drains=2),
+        )
+        self.cluster = ClusterModel(
+            pool=make_pool(spec), nodes={f"gpu-{index}": NodeModel() for index in range(NUM_NODES)}
+        )
+        self.views: list[Observed] = []
+        self.checked = 0
+
+    @property
+    def spec(self) -> PrefillPoolSpec:
+        spec = self.cluster.pool.spec
+        assert isinstance(spec, PrefillPoolSpec)
+        return spec
+
+    # Operators.
+
+    @rule()
+    def reconcile(self) -> None:
+        self._reconcile(self.cluster.observe())
+
+    @rule(passes=st.integers(2, 6), seconds=st.floats(1, 150))
+    def reconcile_for_a_while(self, passes: int, seconds: float) -> None:
+        for _ in range(passes):
+            self._reconcile(self.cluster.observe())
+            self.cluster.advance(seconds)
+
+    @precondition(lambda self: self.views)
+    @rule(lag=st.integers(1, 3))
+    def second_operator_with_old_view(self, lag: int) -> None:
+        """A stopped leader goes on, with what it saw some passes ago and the clock of today."""
+        view = replace(self.views[-min(lag, len(self.views))], now=self.cluster.now)
+        self._reconcile(view, is_stale=True)
+
+    def _reconcile(self, view: Observed, *, is_stale: bool = False) -> None:
+        before = len(self.cluster.log)
+        revision = self.cluster.plan(view).revision
+        if not is_stale:
+            self.views = [*self.views[-3:], view]
+        decision = self.cluster.run_pass(view)
+        assert decision.status.replicas <= view.pool.spec.replicas
+        done = self.cluster.log[before:]
+        created = [applied.action for applied in done if isinstance(applied.action, CreatePod)]
+        assert all(action.revision == revision for action in created)
+        if not is_stale:
+            self._check_drains(view, done)
+            self._check_load_cap(created)
+
+    def _check_drains(self, view: Observed, done: list[Applied]) -> None:
+        """Our own drains never take the pool below W - maxUnavailable; a node about to go is not our doing."""
+        floor = self._total(view) - self.spec.rollout.max_unavailable
+        for applied in done:
+            if isinstance(applied.action, StartDrain) and applied.action.reason not in ("NodeMaintenance", "LargerEP"):
+                assert applied.serving >= floor, (applied, floor)
+
+    def _check_load_cap(self, created: list[CreatePod]) -> None:
+        cap = self.spec.lifecycle.max_concurrent_loads
+        if created and cap:
+            loading = [
+                pod
+                for pod in self.cluster.pods.values()
+                if not pod.ready
+                and not pod.terminating_since
+                and not pod.draining_since
+                and pod.phase is not PodPhase.FAILED
+                and pod.termination is None
+                and pod.ready_changed_at is None
+                and not (pod.node and not self.cluster.nodes[pod.node].alive)
+            ]
+            assert len(loading) <= cap
+
+    def _total(self, view: Observed) -> int:
+        spec = view.pool.spec
+        assert isinstance(spec, PrefillPoolSpec)
+        spares = spec.quota.redundancy.spares if spec.replicas else 0
+        return min(spec.replicas + spares, MAX_PES)
+
+    # The world.
+
+    @rule(seconds=st.floats(0.5, 900))
+    def time_passes(self, seconds: float) -> None:
+        self.cluster.advance(seconds)
+
+    @rule(index=st.integers(0, 20), exit_code=st.sampled_from([1, 10, 13, 14, 16, 137]))
+    def engine_ends(self, index: int, exit_code: int) -> None:
+        running = [pod for pod in self.cluster.serving if pod.node and self.cluster.nodes[pod.node].alive]
+        if running:
+            self.cluster.crash(running[index % len(running)].name, exit_code)
+
+    @rule(index=st.integers(0, NUM_NODES - 1))
+    def node_dies_or_returns(self, index: int) -> None:
+        name = f"gpu-{index}"
+        if self.cluster.nodes[name].alive:
+            self.cluster.kill_node(name)
+        else:
+            self.cluster.revive_node(name)
+
+    @rule(index=st.integers(0, NUM_NODES - 1), what=st.sampled_from(["cordon", "maintenance", "fault", "refuses"]))
+    def node_changes(self, index: int, what: str) -> None:
+        node = self.cluster.nodes[f"gpu-{index}"]
+        match what:
+            case "cordon":
+                node.cordoned = not node.cordoned
+            case "maintenance":
+                node.maintenance = "" if node.maintenance else "maintenance"
+            case "fault":
+                node.fault = "" if node.fault else "Xid 79"
+            case _:
+                node.refuses = not node.refuses
+
+    @rule(exit_code=st.sampled_from([None, None, 1, 10, 14]), below_ep=st.sampled_from([0, 0, 4]))
+    def engines_turn_bad(self, exit_code: int | None, below_ep: int) -> None:
+        self.cluster.failing_exit = exit_code
+        self.cluster.failing_revisions = frozenset({self.cluster.plan().revision}) if exit_code else frozenset()
+        self.cluster.oom_below_ep = below_ep
+
+    # Users.
+
+    @rule(engine=st.sampled_from(ENGINES))
+    def user_changes_image(self, engine: object) -> None:
+        self.cluster.edit(engine=engine)
+
+    @rule(replicas=st.integers(0, 6))
+    def user_scales(self, replicas: int) -> None:
+        revision = self.cluster.plan().revision
+        self.cluster.edit(replicas=replicas)
+        assert self.cluster.plan().revision == revision
+
+    @rule(surge=st.integers(0, 3), unavailable=st.integers(0, 3))
+    def user_changes_rollout(self, surge: int, unavailable: int) -> None:
+        rollout = RolloutSpec(max_surge=max(surge, int(unavailable == 0)), max_unavailable=unavailable)
+        self.cluster.edit(rollout=rollout)
+
+    @rule(paused=st.booleans())
+    def user_pauses(self, paused: bool) -> None:
+        self.cluster.edit(paused=paused)
+
+    @rule(index=st.integers(0, 20))
+    def user_deletes_pod(self, index: int) -> None:
+        names = sorted(self.cluster.pods)
+        if names:
+            self.cluster.delete_pod(names[index % len(names)])
+
+    # What holds at all times.
+
+    @invariant()
+    def quota_holds(self) -> None:
+        if hasattr(self, "cluster"):
+            assert len(self.cluster.holders) <= MAX_PES
+
+    @invariant()
+    def status_is_whole(self) -> None:
+        if hasattr(self, "cluster") and self.cluster.last:
+            types = [condition.type for condition in self.cluster.last.status.conditions]
+            assert types == list(ConditionType)
+
+    def teardown(self) -> None:
+        """Without new faults every history converges, and a second pass finds nothing to do."""
+        if not hasattr(self, "cluster"):
+            return
+        for name, node in self.cluster.nodes.items():
+            if not node.alive:
+                self.cluster.revive_node(name)
+            node.cordoned, node.maintenance, node.fault, node.refuses = False, "", "", False
+        self.cluster.failing_exit, self.cluster.oom_below_ep = None, 0
+        self.cluster.edit(paused=False)
+        self.cluster.settle()
+        total = self._total(self.cluster.observe())
+        plan = self.cluster.plan()
+        assert len(self.cluster.pods) == total, (self.cluster.pods.keys(), self.cluster.last)
+        assert {pod.revision for pod in self.cluster.pods.values()} <= {plan.revision}
+        assert self.cluster.num_serving == total
+        assert self.cluster.run_pass().actions == ()
+        states = {condition.type: condition.status for condition in self.cluster.pool.status.conditions}
+        assert states["Ready"] == states["Available"] == states["Progressing"] == "True"
+        floor = parse_floor(self.cluster.pool.annotations.get("prefill.dev/ep-floor"))
+        assert floor is None or plan.ep >= min(floor.ep, 8)
+
+
+PoolHistory.TestCase.settings = settings(
+    max_examples=120,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink),
+)
+TestPoolHistory = PoolHistory.TestCase
