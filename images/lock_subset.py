@@ -21,9 +21,9 @@ def entries(lock: str) -> dict[str, tuple[str, set[str]]]:
     found = {}
     for text in re.split(r"^(?=[A-Za-z0-9])", lock, flags=re.MULTILINE):
         pin, _, _ = text.partition("==")
-        via = re.findall(r"^    #(?: via)?\s+(\S+)", text, flags=re.MULTILINE)
+        via = re.findall(r"^    #(?: via)?[ ]+(\S+)", text, flags=re.MULTILINE)
         if "==" in text:
-            found[normal(pin.partition("[")[0])] = (text, {normal(name) for name in via} - {"via"})
+            found[normal(pin.partition("[")[0])] = (text, {normal(name) for name in via})
     return found
 
 

@@ -76,6 +76,8 @@ class Applied:
     """Changes made, events not counted."""
     error: PrefillError | None = None
     """Why the rest of the actions was not done."""
+    is_learned: bool = False
+    """The failure is remembered and changes what the next pass sees, so that it may come at once."""
 
 
 class Applier:
@@ -107,11 +109,12 @@ class Applier:
             try:
                 await self._do(target, action)
             except (QuotaDenied, RequestRejected) as error:
-                if isinstance(action, CreatePod) and "being terminated" not in error.message:
+                is_refusal = isinstance(action, CreatePod) and "being terminated" not in error.message
+                if isinstance(action, CreatePod) and is_refusal:
                     target.memory.create_refusal = self._refusal(action, error)
-                return Applied(num_writes=num_writes, error=error)
+                return Applied(num_writes=num_writes, error=error, is_learned=is_refusal)
             except (ClusterError, ForeignObject, PoolInvalid) as error:
-                return Applied(num_writes=num_writes, error=error)
+                return Applied(num_writes=num_writes, error=error, is_learned=isinstance(error, ForeignObject))
             num_writes += not isinstance(action, EmitEvent)
         return Applied(num_writes=num_writes)
 

@@ -137,7 +137,7 @@ class Cache:
         """What is held of the resource, to compare with a LIST. Do not change it."""
         return self._store(resource).versions
 
-    def keys(self) -> list[PoolKey]:
+    def pool_keys(self) -> list[PoolKey]:
         """All pools."""
         return [record.key for store in self._pools.values() for record in store.records.values()]
 

@@ -34,8 +34,8 @@ from prefill_plan.errors import ConfigError
 
 MAX_CONNECTIONS = 16
 REQUEST_SECONDS = 30.0
-PAGE_ITEMS = 500
-"""Objects per page of a LIST: 500 pods are about 2 MB, so that a large cluster is never in memory as one answer."""
+PAGE_ITEMS = 250
+"""Objects per page of a LIST: 250 pods are about 2 MB, so that a large cluster is never in memory as one answer."""
 
 _JSON = "application/json"
 _MERGE = "application/merge-patch+json"
@@ -112,14 +112,18 @@ class Connection:
 class KubernetesCluster:
     """The real client. Build it with `connect` inside the loop that uses it; `close` it there."""
 
-    def __init__(self, configuration: Configuration, *, on_request: RequestHook) -> None:
+    def __init__(
+        self, configuration: Configuration, *, on_request: RequestHook, request_seconds: float = REQUEST_SECONDS
+    ) -> None:
         self._configuration = configuration
         self._rest = RESTClientObject(configuration)
         self._on_request = on_request
-        self._timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        self._timeout = aiohttp.ClientTimeout(total=request_seconds)
 
     @classmethod
-    async def connect(cls, kubeconfig: str, *, on_request: RequestHook) -> "KubernetesCluster":
+    async def connect(
+        cls, kubeconfig: str, *, on_request: RequestHook, request_seconds: float = REQUEST_SECONDS
+    ) -> "KubernetesCluster":
         """With this kubeconfig, or else the pod's service account, or else kubectl's default file. Sends nothing yet.
 
         Raises:
@@ -139,7 +143,7 @@ class KubernetesCluster:
         configuration.retries = None
         # With trust_env, aiohttp looks for a netrc file in a thread, twice per request.
         configuration.client_session_kwargs = {"trust_env": False}
-        return cls(configuration, on_request=on_request)
+        return cls(configuration, on_request=on_request, request_seconds=request_seconds)
 
     async def close(self) -> None:
         await self._rest.close()

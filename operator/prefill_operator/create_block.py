@@ -29,6 +29,11 @@ def active_refusal(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> 
     return refusal
 
 
+def is_revision_refused(observed: Observed, refusal: CreateRefusal | None) -> bool:
+    """Whether the pod itself is refused, by us or by the API server; a quota only refuses one more."""
+    return bool(observed.config_refusal) or (refusal is not None and refusal.reason is RefusalReason.INVALID_OVERLAY)
+
+
 def find_block(
     observed: Observed,
     plan: PoolPlan,

@@ -10,7 +10,7 @@ import msgspec
 from prefill_operator.avoidance import avoided_nodes, barred_nodes, is_avoidance_vain
 from prefill_operator.children import plan_children
 from prefill_operator.conditions import Findings
-from prefill_operator.create_block import CreateBlock, active_refusal, find_block
+from prefill_operator.create_block import CreateBlock, active_refusal, find_block, is_revision_refused
 from prefill_operator.escalation import NO_ESCALATION, Escalation, EscalationStep, judge_escalation
 from prefill_operator.events import plan_events
 from prefill_operator.failures import FailureContext, PodState, Remedy, is_crash_stalled
@@ -70,6 +70,7 @@ def decide(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> Decision
         now=observed.now,
         times=times,
         is_create_blocked=block is not None,
+        is_revision_refused=is_revision_refused(observed, refusal),
     )
     findings = Findings(
         observed=observed,
@@ -150,7 +151,7 @@ def _record_remedies(ledger: Ledger, fleet: Fleet, plan: PoolPlan, now: float, t
                 ledger = record_failure(ledger, view.pod, now=now, last_ready_at=last_ready, is_free=True, times=times)
         elif view.state is PodState.UNSCHEDULABLE and view.verdict.remedy is Remedy.REPLACE_NOW:
             ledger = msgspec.structs.replace(ledger, forgotten_at=int(now))
-    return ledger
+    return msgspec.structs.replace(ledger, last_incarnation=max(ledger.last_incarnation, fleet.last_incarnation))
 
 
 def _list_writes(findings: Findings, ledger: Ledger, times: OperatorTimes) -> tuple[Action, ...]:
@@ -163,13 +164,13 @@ def _list_writes(findings: Findings, ledger: Ledger, times: OperatorTimes) -> tu
         return (*actions, SetPoolAnnotation(key=EP_FLOOR_ANNOTATION, value=findings.escalation.floor.text()))
     actions += findings.children.ensures
     actions += _list_creates(findings, ledger, times)
-    actions += _list_removals(findings)
+    actions += _list_removals(findings, times)
     actions += findings.children.deletes
     return tuple(actions)
 
 
 def _must_remember(findings: Findings, text: str) -> bool:
-    """Load times stand on the pods themselves, so they alone are no reason to write until a pod goes."""
+    """Load times and numbers stand on the pods themselves, so they alone are no reason to write until a pod goes."""
     known = findings.observed.pool.annotations.get(LEDGER_ANNOTATION, "")
     if not text or text == known:
         return False
@@ -177,7 +178,8 @@ def _must_remember(findings: Findings, text: str) -> bool:
         return True
     # Both as text can hold them: a ledger cut to 4 KiB differs from itself uncut.
     after, before = parse_ledger(text), parse_ledger(known)
-    return msgspec.structs.replace(after, loads=()) != msgspec.structs.replace(before, loads=())
+    volatile = {"loads": (), "last_incarnation": 0}
+    return msgspec.structs.replace(after, **volatile) != msgspec.structs.replace(before, **volatile)
 
 
 def _list_creates(findings: Findings, ledger: Ledger, times: OperatorTimes) -> list[Action]:
@@ -194,7 +196,7 @@ def _list_creates(findings: Findings, ledger: Ledger, times: OperatorTimes) -> l
         now=observed.now,
         times=times,
     )
-    first = findings.fleet.last_incarnation + 1
+    first = ledger.last_incarnation + 1
     return [
         CreatePod(
             name=pod_name(intent.kind, intent.name, PodIdentity(revision=plan.revision, incarnation=incarnation)),
@@ -207,16 +209,21 @@ def _list_creates(findings: Findings, ledger: Ledger, times: OperatorTimes) -> l
     ]
 
 
-def _list_removals(findings: Findings) -> list[Action]:
-    step = findings.step
+def _list_removals(findings: Findings, times: OperatorTimes) -> list[Action]:
     timeout = float(findings.intent.lifecycle.drain_timeout_seconds)
+    notice = min(timeout, times.maintenance_notice_seconds)
     removals: list[Action] = [
-        StartDrain(name=r.view.pod.name, uid=r.view.pod.uid, timeout_seconds=timeout, reason=r.reason)
-        for r in step.drains
+        StartDrain(
+            name=removal.view.pod.name,
+            uid=removal.view.pod.uid,
+            timeout_seconds=notice if removal.view.state is PodState.NODE_MAINTENANCE else timeout,
+            reason=removal.reason,
+        )
+        for removal in findings.step.drains
     ]
     removals += [
         DeletePod(name=r.view.pod.name, uid=r.view.pod.uid, grace_seconds=r.grace_seconds, reason=r.reason)
-        for r in step.deletes
+        for r in findings.step.deletes
     ]
     return removals
 
@@ -231,8 +238,7 @@ def _next_wakeup(findings: Findings, block: CreateBlock | None, times: OperatorT
         due.append((view.pod.draining_since or now) + timeout)
         if view.pod.drain_unreachable_since is not None:
             due.append(view.pod.drain_unreachable_since + times.unreachable_seconds)
-    is_waiting_for_names = findings.step.missing and any(not r.view.pod.node for r in findings.step.deletes)
-    if findings.escalation.step is EscalationStep.RAISE or is_waiting_for_names:
+    if findings.escalation.step is EscalationStep.RAISE:
         due.append(now + _RETRY_SECONDS)
     return min((max(time, now) for time in due if time is not None), default=None)
 

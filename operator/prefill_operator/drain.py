@@ -19,9 +19,6 @@ from prefill_operator.resources import PoolKey
 
 logger = logging.getLogger(__name__)
 
-_RETRY_SECONDS = 1.0
-_SILENCE_SECONDS = 5.0
-
 
 class EngineClient(Protocol):
     """Calls to engines."""
@@ -52,11 +49,17 @@ class Drains:
     """All drains of this process, by pod UID. on_change: called with the pool when a state changed."""
 
     def __init__(
-        self, engines: EngineClient, *, on_change: Callable[[PoolKey], None], clock: Callable[[], float] = time.time
+        self,
+        engines: EngineClient,
+        *,
+        on_change: Callable[[PoolKey], None],
+        clock: Callable[[], float] = time.time,
+        retry_seconds: float = 1.0,
     ) -> None:
         self._engines = engines
         self._on_change = on_change
         self._clock = clock
+        self._retry_seconds = retry_seconds
         self._running: dict[str, _Running] = {}
 
     def begin(self, uid: str, *, pool: PoolKey, address: str, timeout_seconds: float) -> None:
@@ -100,7 +103,7 @@ class Drains:
                 since = self._running[uid].state.unreachable_since if uid in self._running else None
                 self._set(uid, DrainState(unreachable_since=since or self._clock()))
                 logger.info("engine does not answer drain", extra={"address": address, "error": str(error)})
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(self._retry_seconds)
 
     def _set(self, uid: str, state: DrainState) -> None:
         running = self._running.get(uid)
@@ -110,10 +113,14 @@ class Drains:
 
 
 class GrpcEngineClient:
-    """The real one: plaintext, as the engine serves it. Build it inside the loop."""
+    """The real one: plaintext, as the engine serves it. Build it inside the loop.
 
-    def __init__(self) -> None:
+    silence_seconds: an engine that reports nothing for this long does not answer.
+    """
+
+    def __init__(self, *, silence_seconds: float = 5.0) -> None:
         self._messages = DrainMessages()
+        self._silence_seconds = silence_seconds
 
     async def drain(self, address: str, *, timeout_seconds: float) -> AsyncIterator[bool]:
         request = self._messages.request()
@@ -125,19 +132,18 @@ class GrpcEngineClient:
                 response_deserializer=self._messages.status.FromString,
             )
             call = method(request)
+            reports = aiter(call)
             try:
-                while (status := await _next_report(call)) is not None:
+                while (status := await self._next_report(reports)) is not None:
                     yield bool(status.done)
             except grpc.aio.AioRpcError as error:
                 raise ConnectionError(f"{error.code().name}: {error.details()}") from error
             except TimeoutError as error:
-                raise ConnectionError(f"no report for {_SILENCE_SECONDS:g} s") from error
+                raise ConnectionError(f"no report for {self._silence_seconds:g} s") from error
             finally:
                 call.cancel()
 
-
-async def _next_report(call: Any) -> Any:
-    """None at the end of the stream. An engine reports several times a second; a dead node never answers at all."""
-    async with asyncio.timeout(_SILENCE_SECONDS):
-        status = await call.read()
-    return None if status is grpc.aio.EOF else status
+    async def _next_report(self, reports: AsyncIterator[Any]) -> Any:
+        """None at the end of the stream. An engine reports several times a second; a dead node never answers at all."""
+        async with asyncio.timeout(self._silence_seconds):
+            return await anext(reports, None)

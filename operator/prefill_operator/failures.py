@@ -241,7 +241,7 @@ def _judge_engine(pod: ObservedPod, context: FailureContext, lost_wakeup: float 
     if context.escalation.step is EscalationStep.WAIT and context.escalation.has_evidence_of(pod):
         return _replace(pod, PodState.OUT_OF_MEMORY, context.escalation.message, avoids=True)
     if pod.ready:
-        return Verdict(state=PodState.READY, since=since)
+        return Verdict(state=PodState.READY, since=since, wakeup=lost_wakeup)
     if pod.waiting_reason in IMAGE_REASONS | CONTAINER_REASONS:
         return _judge_waiting(pod, context)
     if end is None and pod.waiting_reason == CRASH_REASON:

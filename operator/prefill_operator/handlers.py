@@ -16,7 +16,7 @@ from prefill_operator.event_sink import EventSink
 from prefill_operator.resources import Resource, selector_of
 
 _WATCH_SECONDS = 300
-_PAGE_ITEMS = 500
+_PAGE_ITEMS = 250
 
 
 class _NoStorage(kopf.DiffBaseStorage):
@@ -84,7 +84,7 @@ def configure_kopf(settings: kopf.OperatorSettings, resources: Collection[Resour
     settings.watching.chunk_size = _PAGE_ITEMS
     settings.networking.request_timeout = 30
     settings.process.ultimate_exiting_timeout = 20
-    settings.queueing.idle_timeout = 1.0
+    settings.queueing.idle_timeout = 0.1  # an idle worker of kopf holds on to its last object
     settings.persistence.diffbase_storage = _NoStorage()
     for resource in resources:
         if selector := selector_of(resource):

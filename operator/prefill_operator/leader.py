@@ -7,6 +7,7 @@ optional ones may be, and nodes may be read or not (C35).
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prefill_operator.apply import Applier
@@ -55,7 +56,7 @@ class Leader:
             except ClusterError as error:
                 logger.warning("cache not filled yet", extra={"error": error.message})
                 await asyncio.sleep(_RETRY_SECONDS)
-        keys = self.cache.keys()
+        keys = self.cache.pool_keys()
         for key in keys:
             self.queue.add(key)
         logger.info("cache filled", extra={"pools": len(keys), "resources": [r.plural for r in self.resources]})
@@ -69,11 +70,19 @@ def build_leader(
     resources: tuple[Resource, ...],
     settings: OperatorSettings,
     metrics: OperatorMetrics,
+    clock: Callable[[], float] = time.time,
+    monotonic: Callable[[], float] = time.monotonic,
 ) -> Leader:
-    """Builds every object of a leader; nothing runs yet. resources: from find_resources."""
+    """Builds every object of a leader; nothing runs yet.
+
+    Args:
+        resources: from find_resources.
+        clock: seconds since the epoch.
+        monotonic: seconds that never go back.
+    """
     cache = Cache(settings.signals, has_nodes=NODES in resources)
-    queue = WorkQueue[PoolKey]()
-    drains = Drains(engines, on_change=queue.add)
+    queue = WorkQueue[PoolKey](clock=monotonic)
+    drains = Drains(engines, on_change=queue.add, clock=clock)
     policy = RenderPolicy.of(settings)
     resync = Resync(
         cluster,
@@ -89,14 +98,12 @@ def build_leader(
         cache,
         lease,
         drains=drains,
-        events=EventLimiter(identity=settings.identity, on_nodes=not settings.namespaces, clock=time.monotonic),
+        events=EventLimiter(identity=settings.identity, on_nodes=not settings.namespaces, clock=monotonic),
         policy=policy,
-        clock=time.time,
+        clock=clock,
     )
     optional = frozenset(kind for kind in ChildKind if CHILDREN[kind] in resources) - frozenset(REQUIRED_CHILDREN)
-    observer = Observer(
-        cache, drains, policy=policy, optional_kinds=optional, model=released_model_spec(), clock=time.time
-    )
+    observer = Observer(cache, drains, policy=policy, optional_kinds=optional, model=released_model_spec(), clock=clock)
     reconciler = Reconciler(
         cache,
         queue,
@@ -106,10 +113,10 @@ def build_leader(
         metrics=metrics,
         pool_metrics=PoolMetrics(metrics.registry),
         settings=settings,
-        clock=time.time,
+        clock=clock,
     )
     metrics.watch_queue(depth=lambda: queue.depth, oldest_seconds=lambda: queue.oldest_seconds)
-    sink = EventSink(cache, queue.add, metrics=metrics, on_relist=resync.hurry)
+    sink = EventSink(cache, queue.add, metrics=metrics, on_relist=resync.hurry, clock=monotonic)
     return Leader(
         resources=resources,
         cache=cache,

@@ -66,7 +66,7 @@ class LeaderLease:
 
     async def acquire(self) -> None:
         """Returns once this process leads."""
-        while not await self._try_hold():
+        while not await self.try_hold():
             await self._sleep(self._times.retry_seconds)
         logger.info("leading", extra={"lease": f"{self._namespace}/{LEASE_NAME}", "identity": self._identity})
 
@@ -74,7 +74,7 @@ class LeaderLease:
         """Renews for as long as possible. Raises LeaseLost when that failed for renew_deadline_seconds."""
         while True:
             await self._sleep(self._times.retry_seconds)
-            await self._try_hold()
+            await self.try_hold()
             self.check()
 
     async def release(self) -> None:
@@ -89,7 +89,7 @@ class LeaderLease:
                 await self._cluster.replace(LEASES, lease)
         logger.info("released the lease", extra={"identity": self._identity})
 
-    async def _try_hold(self) -> bool:
+    async def try_hold(self) -> bool:
         """One attempt to take or renew; failures are logged, since the next attempt comes soon."""
         began = self._clock()
         try:

@@ -74,6 +74,8 @@ class Ledger(msgspec.Struct, frozen=True, omit_defaults=True):
     forgotten_at: int = 0
     """Grounds for avoiding a node that are not later than this count no more: nothing else had room."""
     escalated_at: int = 0
+    last_incarnation: int = 0
+    """Highest number of a pod that was removed; numbers are not used twice, so that a stale decision finds its name taken."""
 
 
 def parse_ledger(text: str | None) -> Ledger:

@@ -28,6 +28,8 @@ from prefill_plan.model_spec import ModelSpec
 
 ChildName = tuple[ChildKind, str]
 
+_NO_HPA = "this installation may not manage HorizontalPodAutoscalers (chart value rbac.autoscaling)"
+
 MAX_PLANS = 128
 """Plans of different specs that are kept."""
 
@@ -91,7 +93,7 @@ class Observer:
             pods=tuple(pods),
             nodes=nodes,
             children=(*self._view_children(key, pool, memory, blueprint), *blueprint.faults.values()),
-            optional_kinds=self._optional_kinds,
+            optional_kinds=self._optional_kinds - {ChildKind.HPA},
             create_refusal=memory.create_refusal,
             config_refusal=blueprint.refusal,
         )
@@ -148,6 +150,9 @@ class Observer:
         wanted: dict[ChildName, Manifest] = {}
         faults: dict[ChildName, ObservedChild] = {}
         for kind, name in desired_children(read_intent(pool), plan, self._optional_kinds):
+            if kind is ChildKind.HPA and kind not in self._optional_kinds:
+                faults[kind, name] = ObservedChild(kind=kind, name=name, active=False, message=_NO_HPA)
+                continue
             try:
                 wanted[kind, name] = render_object(
                     kind, pool, plan, self._policy, model=self._model, freeze_scale_down=freeze

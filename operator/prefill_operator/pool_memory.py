@@ -34,8 +34,8 @@ class PoolMemory:
     children: dict[tuple[ChildKind, str], ChildObstacle] = field(default_factory=dict)
     """Other such objects."""
     status_written_at: float = 0.0
-    passes_with_writes: int = 0
-    """In a row: a pool that never settles is slowed down."""
+    passes_in_a_row: int = 0
+    """That each followed at once because of what the one before had done."""
 
     def drop_old(self, now: float) -> None:
         """Forgets obstacles that are due to be looked at again."""

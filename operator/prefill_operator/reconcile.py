@@ -19,7 +19,7 @@ from prefill_operator.cache import Cache, PoolRecord
 from prefill_operator.conditions import refuse_conditions
 from prefill_operator.decide import decide
 from prefill_operator.drain import Drains
-from prefill_operator.errors import ClusterUnavailable, ForeignObject, LeaseLost
+from prefill_operator.errors import ClusterUnavailable, LeaseLost
 from prefill_operator.model import Decision, seconds_since
 from prefill_operator.names import Kind
 from prefill_operator.observe import Observer, is_foreign_pod
@@ -34,8 +34,8 @@ from prefill_plan.errors import PrefillError
 
 logger = logging.getLogger(__name__)
 
-MAX_PASSES_WITH_WRITES = 20
-"""In a row. A pool that still writes then does not converge: a bug or a fight, slowed down and reported."""
+MAX_PASSES_IN_A_ROW = 20
+"""Each at once after the one before. A pool that then still changes something has met a bug or a fight: it is slowed down."""
 
 
 class Reconciler:
@@ -66,22 +66,25 @@ class Reconciler:
         self._memories: dict[PoolKey, PoolMemory] = {}
 
     async def work(self) -> None:
-        """Reconciles keys of the queue for ever. Raises LeaseLost; what fails otherwise comes again after its back-off."""
+        """Reconciles keys of the queue for ever. Raises LeaseLost."""
         while True:
-            key = await self._queue.take()
-            began = time.perf_counter()
-            try:
-                await self.reconcile(key)
-            except LeaseLost:
-                raise
-            except PrefillError as error:
-                self._fail(key, error, reason=error.code)
-            except Exception as error:  # one pool's bug must not stop the others
-                logger.exception("reconcile failed", extra={"pool": str(key)})
-                self._fail(key, error, reason="BUG")
-            else:
-                self._queue.finish(key)
-            self._metrics.observe_reconcile(key.kind, time.perf_counter() - began)
+            await self.step(await self._queue.take())
+
+    async def step(self, key: PoolKey) -> None:
+        """Reconciles a key that was taken, and gives it back. Raises LeaseLost; what fails otherwise comes again later."""
+        began = time.perf_counter()
+        try:
+            await self.reconcile(key)
+        except LeaseLost:
+            raise
+        except PrefillError as error:
+            self._fail(key, error, reason=error.code)
+        except Exception as error:  # one pool's bug must not stop the others
+            logger.exception("reconcile failed", extra={"pool": str(key)})
+            self._fail(key, error, reason="BUG")
+        else:
+            self._queue.finish(key)
+        self._metrics.observe_reconcile(key.kind, time.perf_counter() - began)
 
     async def reconcile(self, key: PoolKey) -> None:
         """One pass. Raises ClusterError and LeaseLost."""
@@ -114,15 +117,13 @@ class Reconciler:
     async def _settle(self, target: Target, decision: Decision, applied: Applied, *, num_writes: int) -> None:
         """Status, and when to come again."""
         key, memory, error = target.key, target.memory, applied.error
-        memory.passes_with_writes = memory.passes_with_writes + 1 if num_writes else 0
-        is_known = isinstance(error, ForeignObject) or (error is not None and memory.create_refusal is not None)
-        if (error is None and num_writes) or is_known:
-            if memory.passes_with_writes > MAX_PASSES_WITH_WRITES:
-                raise PrefillError(
-                    f"{key} does not settle: {memory.passes_with_writes} passes in a row wrote something"
-                )
+        if applied.is_learned or (error is None and num_writes):
+            memory.passes_in_a_row += 1
+            if memory.passes_in_a_row > MAX_PASSES_IN_A_ROW:
+                raise PrefillError(f"{key} does not settle: {memory.passes_in_a_row} passes in a row changed something")
             self._queue.add(key)
             return
+        memory.passes_in_a_row = 0
         if not isinstance(error, ClusterUnavailable):
             await self._write_status(target, decision)
         if error is not None:

@@ -44,6 +44,8 @@ class Situation:
     now: float
     times: OperatorTimes
     is_create_blocked: bool
+    is_revision_refused: bool
+    """No pod of the update revision can be made at all: its overlay is refused. Then old pods stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,19 +95,18 @@ def plan_rollout(fleet: Fleet, situation: Situation) -> RolloutStep:
     """One step towards the targets. Never paused and never without knowing all pods: the caller sees to it."""
     groups = _group(fleet, situation)
     surplus, dropped = _drop_surplus(groups, situation)
-    room, room_message = _quota_room(fleet, situation)
+    quota = _quota_room(fleet, situation)
     missing = max(0, situation.targets.total - len(groups.kept) - len(groups.wanted))
     surge = _surge_room(groups, situation)
     load_room = _load_room(groups, situation)
-    vanishing = any(_vanishes_at_once(removal.view) for removal in groups.deletes)
-    creates = max(0, min(missing, surge, load_room, room))
+    creates = max(0, min(missing, surge, load_room, quota.pods))
     choice = _empty_node(fleet, groups, situation)
-    drains = _drain(groups, dropped, choice, situation, is_quota_short=missing > 0 and room <= 0 < surge)
-    blocked, message = _blocked(groups, situation, choice, missing=missing, surge=surge, room=room, text=room_message)
+    is_short = missing > 0 and quota.pods <= 0 < surge
+    drains = _drain(groups, dropped, choice, situation, is_gpu_quota_short=is_short and quota.is_gpus)
+    blocked, message = _blocked(groups, situation, choice, quota=quota if is_short else None)
     num_active = len(groups.staying)
     return RolloutStep(
-        # A name that is free again must not be taken in the same pass, or a stale second operator could take it too.
-        creates=0 if vanishing or situation.is_create_blocked else creates,
+        creates=0 if situation.is_create_blocked else creates,
         prefer_node=choice.node if choice else "",
         deletes=tuple(groups.deletes),
         drains=tuple(drains),
@@ -170,9 +171,10 @@ def _group_draining(view: PodView, groups: _Groups, situation: Situation) -> Non
 
 
 def _num_kept(num_old: int, situation: Situation) -> int:
-    """Old pods that stay: all up to W under OnDelete, `partition` of them otherwise."""
+    """Old pods that stay: all up to W under OnDelete and while there are no new ones to be had, else `partition`."""
     rollout = situation.intent.rollout
-    limit = num_old if rollout.strategy is RolloutStrategy.ON_DELETE else rollout.partition
+    stay = situation.is_revision_refused or rollout.strategy is RolloutStrategy.ON_DELETE
+    limit = num_old if stay else rollout.partition
     return min(num_old, limit, situation.targets.total)
 
 
@@ -188,10 +190,6 @@ def _is_broken(view: PodView) -> bool:
     return view.state is not PodState.UNREADY or view.verdict.wakeup is None
 
 
-def _vanishes_at_once(view: PodView) -> bool:
-    return not view.pod.node or view.state is PodState.FAILED
-
-
 def _drop_surplus(groups: _Groups, situation: Situation) -> tuple[int, list[PodView]]:
     """How many pods are too many, and which Ready ones go; those that are not Ready are deleted at once.
 
@@ -202,7 +200,7 @@ def _drop_surplus(groups: _Groups, situation: Situation) -> tuple[int, list[PodV
     order = order_for_scale_down([*groups.wanted, *groups.kept], situation.intent.scheduling.placement)
     dropped = []
     for view in order[:surplus]:
-        group = groups.wanted if view in groups.wanted else groups.kept
+        group = groups.wanted if view.is_updated else groups.kept
         if not view.pod.ready:
             group.remove(view)
             groups.deletes.append(Removal(view=view, reason="ScaleDown"))
@@ -236,20 +234,30 @@ def count_loading(views: Sequence[PodView]) -> int:
     return sum(view.state in loading and not view.pod.ready for view in views)
 
 
-def _quota_room(fleet: Fleet, situation: Situation) -> tuple[int, str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _QuotaRoom:
     """Pods that quota still allows now, and the sentence for the condition."""
+
+    pods: int
+    is_gpus: bool
+    """maxGPUs is what limits."""
+    text: str
+
+
+def _quota_room(fleet: Fleet, situation: Situation) -> _QuotaRoom:
     intent, plan = situation.intent, situation.plan
     holders = fleet.select(lambda view: view.holds_resources)
-    room, text = 1 << 30, ""
+    room = _QuotaRoom(pods=1 << 30, is_gpus=False, text="")
     if intent.max_pods is not None:
-        room = intent.max_pods - len(holders)
         text = f"{len(holders)} {intent.noun}s exist, quota.max{intent.noun}s = {intent.max_pods}"
+        room = _QuotaRoom(pods=intent.max_pods - len(holders), is_gpus=False, text=text)
     if intent.max_gpus is not None and plan.gpus:
         used = sum(view.pod.gpus for view in holders)
-        by_gpus = (intent.max_gpus - used) // plan.gpus
-        if by_gpus < room:
-            room, text = by_gpus, f"{used} GPUs in use and {plan.gpus} more needed, quota.maxGPUs = {intent.max_gpus}"
-    return room, text
+        pods = (intent.max_gpus - used) // plan.gpus
+        if pods < room.pods:
+            text = f"{used} GPUs in use and {plan.gpus} more needed, quota.maxGPUs = {intent.max_gpus}"
+            room = _QuotaRoom(pods=pods, is_gpus=True, text=text)
+    return room
 
 
 def _num_available(views: Sequence[PodView]) -> int:
@@ -296,7 +304,12 @@ def _found_no_room(view: PodView) -> bool:
 
 
 def _drain(
-    groups: _Groups, dropped: list[PodView], choice: NodeChoice | None, situation: Situation, *, is_quota_short: bool
+    groups: _Groups,
+    dropped: list[PodView],
+    choice: NodeChoice | None,
+    situation: Situation,
+    *,
+    is_gpu_quota_short: bool,
 ) -> list[Removal]:
     """Ready pods to drain now, within the budget of available pods and the cap of concurrent drains."""
     rollout = situation.intent.rollout
@@ -308,7 +321,7 @@ def _drain(
     available -= _num_available([removal.view for removal in drains])
     if choice and choice.victims:
         return [*drains, *(Removal(view=view, reason="LargerEP") for view in choice.victims if view.pod.ready)]
-    if is_quota_short and not groups.draining and any(v.pod.gpus < situation.plan.gpus for v in groups.old):
+    if is_gpu_quota_short and not groups.draining and any(v.pod.gpus < situation.plan.gpus for v in groups.old):
         floor = _available_floor(situation)
     old = order_for_rollout(groups.old, gpus=situation.plan.gpus, nodes=situation.nodes)
     leaving = [Removal(view=v, reason=str(v.state)) for v in groups.forced if v.verdict.remedy is Remedy.REPLACE_FIRST]
@@ -327,20 +340,13 @@ def _drain(
 
 
 def _blocked(
-    groups: _Groups,
-    situation: Situation,
-    choice: NodeChoice | None,
-    *,
-    missing: int,
-    surge: int,
-    room: int,
-    text: str,
+    groups: _Groups, situation: Situation, choice: NodeChoice | None, *, quota: _QuotaRoom | None
 ) -> tuple[Reason | None, str]:
     """The reason that a user must know of, the hardest first."""
     if situation.targets.quota_message:
         return Reason.QUOTA_EXCEEDED, situation.targets.quota_message
-    if missing > 0 and surge > 0 and room <= 0 and not groups.draining and not groups.deletes:
-        return Reason.QUOTA_EXCEEDED, text
+    if quota is not None and not groups.draining and not groups.deletes:
+        return Reason.QUOTA_EXCEEDED, quota.text
     if choice and choice.message:
         return Reason.NO_ROOM_FOR_LARGER_EP, choice.message
     stuck = [view for view in groups.wanted if _found_no_room(view)]

@@ -7,7 +7,6 @@ from collections import Counter
 
 import msgspec
 
-from prefill_operator.api import Pool
 from prefill_operator.api_status import (
     PlanStatus,
     PoolStatus,
@@ -16,7 +15,7 @@ from prefill_operator.api_status import (
     UnhealthyPod,
     VEPoolStatus,
 )
-from prefill_operator.conditions import Findings, build_conditions, refuse_conditions
+from prefill_operator.conditions import Findings, build_conditions
 from prefill_operator.failures import PodState
 from prefill_operator.fleet import Fleet, PodView
 from prefill_operator.ledger import Ledger
@@ -29,42 +28,19 @@ _MAX_TEXT = 512
 
 
 def build_status(findings: Findings, ledger: Ledger) -> PoolStatus | VEPoolStatus:
-    """The whole status; only transition times and the patch load of VEs come from the one before."""
-    pool, fleet, targets = findings.observed.pool, findings.fleet, findings.targets
-    previous = pool.status
-    redundancy = RedundancyStatus(
-        desired=targets.spares,
-        ready=max(0, fleet.num_serving - targets.replicas),
-        expected_availability=f"{targets.availability:.6f}" if targets.availability is not None else None,
-        restart_seconds=targets.restart_seconds,
-    )
+    """The whole status; from the one before come only transition times, the last complete revision and a VE pool's load."""
+    if isinstance(findings.observed.pool.status, VEPoolStatus):
+        return _encoder_status(findings, findings.observed.pool.status)
+    return _prefill_status(findings, findings.observed.pool.status, ledger)
+
+
+def _prefill_status(findings: Findings, previous: PoolStatus, ledger: Ledger) -> PoolStatus:
+    pool, fleet, counts = findings.observed.pool, findings.fleet, _count(findings.fleet)
     update = findings.plan.revision or previous.update_revision
-    conditions = build_conditions(findings, previous.conditions)
-    not_watched = () if findings.observed.nodes is not None else ("nodes",)
-    counts = _count(fleet)
-    if isinstance(previous, VEPoolStatus):
-        return VEPoolStatus(
-            observed_generation=pool.generation,
-            replicas=min(counts.live, targets.replicas),
-            selector=selector_text(pool.kind, pool.name),
-            total_ves=counts.live,
-            ready_ves=fleet.num_serving,
-            updated_ves=counts.updated,
-            loading_ves=counts.loading,
-            draining_ves=counts.draining,
-            gpus=counts.gpus,
-            current_revision=_current_revision(findings, update),
-            update_revision=update,
-            redundancy=redundancy,
-            load=previous.load,
-            conditions=conditions,
-            unhealthy_ves=tuple(_unhealthy(view) for view in troubled_views(fleet)[:_MAX_UNHEALTHY]),
-            not_watched=not_watched,
-        )
     return PoolStatus(
         observed_generation=pool.generation,
         device=findings.plan.device,
-        replicas=min(counts.live, targets.replicas),
+        replicas=min(counts.live, findings.targets.replicas),
         selector=selector_text(pool.kind, pool.name),
         total_pes=counts.live,
         ready_pes=fleet.num_serving,
@@ -74,21 +50,52 @@ def build_status(findings: Findings, ledger: Ledger) -> PoolStatus | VEPoolStatu
         gpus=counts.gpus,
         current_revision=_current_revision(findings, update),
         update_revision=update,
-        redundancy=redundancy,
+        redundancy=_redundancy(findings),
         plan=describe_plan(findings.plan, ledger) or previous.plan,
-        conditions=conditions,
+        conditions=build_conditions(findings, previous.conditions),
         unhealthy_pes=tuple(
             UnhealthyPE(**msgspec.structs.asdict(_unhealthy(view)), ep=view.pod.ep)
             for view in troubled_views(fleet)[:_MAX_UNHEALTHY]
         ),
-        not_watched=not_watched,
+        not_watched=_not_watched(findings),
     )
 
 
-def refuse_status(pool: Pool, *, message: str, now: float) -> PoolStatus | VEPoolStatus:
-    """Status of a pool whose spec cannot be read: counts stay as they were last known."""
-    conditions = refuse_conditions(pool.status.conditions, generation=pool.generation, message=message, now=now)
-    return msgspec.structs.replace(pool.status, observed_generation=pool.generation, conditions=conditions)
+def _encoder_status(findings: Findings, previous: VEPoolStatus) -> VEPoolStatus:
+    pool, fleet, counts = findings.observed.pool, findings.fleet, _count(findings.fleet)
+    update = findings.plan.revision or previous.update_revision
+    return VEPoolStatus(
+        observed_generation=pool.generation,
+        replicas=min(counts.live, findings.targets.replicas),
+        selector=selector_text(pool.kind, pool.name),
+        total_ves=counts.live,
+        ready_ves=fleet.num_serving,
+        updated_ves=counts.updated,
+        loading_ves=counts.loading,
+        draining_ves=counts.draining,
+        gpus=counts.gpus,
+        current_revision=_current_revision(findings, update),
+        update_revision=update,
+        redundancy=_redundancy(findings),
+        load=previous.load,
+        conditions=build_conditions(findings, previous.conditions),
+        unhealthy_ves=tuple(_unhealthy(view) for view in troubled_views(fleet)[:_MAX_UNHEALTHY]),
+        not_watched=_not_watched(findings),
+    )
+
+
+def _redundancy(findings: Findings) -> RedundancyStatus:
+    targets = findings.targets
+    return RedundancyStatus(
+        desired=targets.spares,
+        ready=max(0, findings.fleet.num_serving - targets.replicas),
+        expected_availability=f"{targets.availability:.6f}" if targets.availability is not None else None,
+        restart_seconds=targets.restart_seconds,
+    )
+
+
+def _not_watched(findings: Findings) -> tuple[str, ...]:
+    return () if findings.observed.nodes is not None else ("nodes",)
 
 
 def describe_plan(plan: PoolPlan, ledger: Ledger) -> PlanStatus | None:

@@ -76,10 +76,8 @@ def choose_node_to_empty(
         old: PEs of this pool that the rollout may drain.
         spare_pods: available PEs that may go at once.
     """
-    best: NodeChoice | None = None
-    best_rank: tuple[int, int, str] | None = None
-    arithmetic = f"a {noun} needs {gpus} GPUs on one node; no node can give them"
-    most = -1
+    choices: list[tuple[int, int, str, tuple[PodView, ...]]] = []
+    largest, arithmetic = -1, f"a {noun} needs {gpus} GPUs on one node; no node can give them"
     for node in nodes:
         if not _is_usable(node, product):
             continue
@@ -87,27 +85,23 @@ def choose_node_to_empty(
             (view for view in old if view.pod.node == node.name),
             key=lambda view: (view.is_available, -view.pod.gpus, view.pod.incarnation),
         )
-        possible = node.gpu_free + sum(view.pod.gpus for view in on_node)
-        if possible > most:
-            most = possible
+        inside = sum(view.pod.gpus for view in on_node)
+        if node.gpu_free + inside > largest:
+            largest = node.gpu_free + inside
             arithmetic = (
                 f"a {noun} needs {gpus} GPUs on one node; best is {node.name} with {node.gpu_free} free and "
-                f"{possible - node.gpu_free} in {len(on_node)} old {noun}s"
+                f"{inside} in {len(on_node)} old {noun}s"
             )
         victims = _fewest(on_node, gpus - node.gpu_free)
-        if victims is None:
-            continue
-        num_available = sum(view.is_available for view in victims)
-        if num_available > spare_pods:
-            arithmetic = (
-                f"a {noun} needs {gpus} GPUs on one node; emptying {node.name} takes {num_available} serving {noun}s, "
-                f"only {max(0, spare_pods)} can be spared"
-            )
-            continue
-        rank = (num_available, len(victims), node.name)
-        if best_rank is None or rank < best_rank:
-            best_rank, best = rank, NodeChoice(node=node.name, victims=victims)
-    return best or NodeChoice(message=arithmetic)
+        if victims is not None:
+            choices.append((sum(view.is_available for view in victims), len(victims), node.name, victims))
+    if not choices:
+        return NodeChoice(message=arithmetic)
+    num_available, _, name, victims = min(choices, key=lambda choice: choice[:3])
+    if num_available > spare_pods:
+        spared = f"emptying {name} takes {num_available} serving {noun}s, only {max(0, spare_pods)} can be spared"
+        return NodeChoice(message=f"a {noun} needs {gpus} GPUs on one node; {spared}")
+    return NodeChoice(node=name, victims=victims)
 
 
 def has_free_node(nodes: Sequence[ObservedNode], *, gpus: int, product: str) -> bool:

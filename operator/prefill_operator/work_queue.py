@@ -7,6 +7,7 @@ again afterwards. Wake-ups are for deadlines that no event announces; each pass 
 
 import asyncio
 import heapq
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -18,10 +19,10 @@ MAX_BACKOFF_SECONDS = 60.0
 
 
 class WorkQueue(Generic[K]):
-    """clock: monotonic seconds; the loop's own by default."""
+    """clock: seconds that never go back."""
 
-    def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock or asyncio.get_running_loop().time
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._ready: OrderedDict[K, float] = OrderedDict()
         """Keys to give out, in order of arrival, with the time they became ready."""
         self._held: set[K] = set()
@@ -57,7 +58,7 @@ class WorkQueue(Generic[K]):
     async def take(self) -> K:
         """The next key, once there is one. Every taken key must be given back by `finish` or `retry`."""
         while True:
-            self._release_due()
+            self.release_due()
             if self._ready:
                 key, _ = self._ready.popitem(last=False)
                 self._held.add(key)
@@ -68,6 +69,16 @@ class WorkQueue(Generic[K]):
                 await asyncio.wait_for(self._changed.wait(), delay)
             except TimeoutError:
                 continue
+
+    def release_due(self) -> None:
+        """Adds the keys whose time has come; `take` does it by itself."""
+        now = self._clock()
+        while self._heap and self._heap[0][0] <= now:
+            when, _, key = heapq.heappop(self._heap)
+            if self._wakeups.get(key) == when:
+                del self._wakeups[key]
+                self.add(key)
+        self._drop_stale()
 
     def finish(self, key: K) -> None:
         """The pass succeeded."""
@@ -114,15 +125,6 @@ class WorkQueue(Generic[K]):
         if since is not None and key not in self._ready:
             self._ready[key] = since
             self._changed.set()
-
-    def _release_due(self) -> None:
-        now = self._clock()
-        while self._heap and self._heap[0][0] <= now:
-            when, _, key = heapq.heappop(self._heap)
-            if self._wakeups.get(key) == when:
-                del self._wakeups[key]
-                self.add(key)
-        self._drop_stale()
 
     def _drop_stale(self) -> None:
         """Replaced wake-ups leave the heap when they reach its top, or all at once when they are most of it."""

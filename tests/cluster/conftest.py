@@ -144,12 +144,12 @@ def release(
     request: pytest.FixtureRequest, nodes: "Cluster", bed: "Bed", helm: "Callable[[Cluster], Helm]"
 ) -> "Release":
     """The chart, installed on the real nodes once."""
-    from prefill_bed.engine_pod import SITE_PACKAGES
     from prefill_bed.installation import Release
 
-    release = Release(nodes, helm(nodes), [str(bed.checkpoint.parent), str(SITE_PACKAGES)])
-    release.install()
+    release = Release(nodes, helm(nodes), ["/"])
+    request.node.stash[STORIES].append(lambda: nodes.describe(Release.NAMESPACE))
     request.node.stash[STORIES].append(release.logs)
+    release.install()
     return release
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prefill_bed.bed import Bed
 from prefill_bed.cluster import Cluster, Profile, end_stale
-from prefill_bed.engine_pod import GRPC_PORT, SITE_PACKAGES, ask
+from prefill_bed.engine_pod import GRPC_PORT, ask
 from prefill_bed.installation import Helm, Release
 from prefill_bed.pools import PoolView, cpu_pool
 from prefill_bed.waiting import NotYetError, until
@@ -34,7 +34,7 @@ def up(cache: Path) -> int:
     cluster.start()
     print(cluster.kubectl("get", "nodes", "-o", "wide").stdout)
     say("helm install: the operator, two replicas")
-    release = Release(cluster, Helm(cluster, bed.helm_binary), [str(bed.checkpoint.parent), str(SITE_PACKAGES)])
+    release = Release(cluster, Helm(cluster, bed.helm_binary), ["/"])
     notes = release.install(replicaCount=2)
     print(notes.partition("NOTES:")[2].strip())
     say("kubectl apply: a pool of one engine and one spare (CPU profile, tiny random checkpoint)")

@@ -105,6 +105,15 @@ def test_rejected_config_is_not_retried(code: int) -> None:
     assert f"exit {code}" in stalled.message
 
 
+def test_rejected_config_makes_no_more_pods_when_scaled_up() -> None:
+    cluster = ClusterModel(pool=make_pool(make_spec(replicas=2)), nodes={"gpu-0": NodeModel()}, failing_exit=10)
+    cluster.run_pass()
+    cluster.advance(200)
+    cluster.edit(replicas=4)
+    cluster.run_pass()
+    assert cluster.story() == ["create 1", "create 2"]
+
+
 def test_rejected_config_is_cured_by_an_edit() -> None:
     cluster = running()
     cluster.failing_exit = 10

@@ -6,7 +6,7 @@ import pytest
 
 from prefill_operator.model import DeletePod, OperatorTimes, StartDrain
 from prefill_operator.names import EventReason
-from prefill_operator.pool_api import PrefillPoolSpec
+from prefill_operator.pool_api import PrefillPoolSpec, QuotaSpec, RedundancySpec
 from prefill_testing.cluster_model import ClusterModel, NodeModel, settled_cluster
 from prefill_testing.planner_pools import make_pool, make_spec
 
@@ -108,6 +108,25 @@ def test_lost_node_is_replaced_after_its_grace_and_never_forced() -> None:
     cluster.revive_node("gpu-0")
     cluster.settle()
     assert len(cluster.pods) == 4
+
+
+def test_pods_on_a_lost_node_do_not_count_against_quota() -> None:
+    cluster = running(spec=make_spec(replicas=4, quota=QuotaSpec(max_pes=4, redundancy=RedundancySpec(spares=0))))
+    cluster.kill_node("gpu-0")
+    cluster.settle()
+    cluster.advance(60)
+    cluster.settle()
+    assert cluster.num_serving == 4
+    assert len(cluster.pods) == 8
+
+
+def test_pods_that_still_terminate_count_against_quota() -> None:
+    cluster = running(spec=make_spec(replicas=4, quota=QuotaSpec(max_pes=4, redundancy=RedundancySpec(spares=0))))
+    cluster.delete_pod(cluster.name_of(1))
+    cluster.run_pass()
+    assert "create 5" not in cluster.story()
+    cluster.settle()
+    assert cluster.num_serving == 4
 
 
 def test_short_absence_of_a_node_is_sat_out() -> None:
@@ -236,3 +255,21 @@ def test_drain_started_under_a_wrong_clock_does_not_last_for_ever() -> None:
     cluster.change(name, draining_since=cluster.now + 86_400)
     cluster.run_pass()
     assert cluster.pods[name].terminating_since is not None
+
+
+def test_numbers_are_never_used_twice() -> None:
+    """So that a second operator that still sees the old pods finds the names of its replacements taken."""
+    cluster = running(spec=make_spec(replicas=2))
+    for pod in list(cluster.serving):
+        cluster.crash(pod.name, 14)
+    old_view = cluster.observe()
+    cluster.run_pass()
+    cluster.advance(100)
+    assert sorted(pod.incarnation for pod in cluster.pods.values()) == [3, 4]
+    cluster.run_pass(old_view)
+    assert sorted(pod.incarnation for pod in cluster.pods.values()) == [3, 4]
+    cluster.edit(replicas=0)
+    cluster.settle()
+    cluster.edit(replicas=1)
+    cluster.settle()
+    assert [pod.incarnation for pod in cluster.serving] == [5]

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import msgspec
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefill_operator.api_parts import LifecycleSpec, RolloutSpec
-from prefill_operator.model import CreatePod, Observed, PodPhase, StartDrain
+from prefill_operator.model import CreatePod, DeletePod, Observed, PodPhase, StartDrain
 from prefill_operator.names import ConditionType
 from prefill_operator.plan import parse_floor
 from prefill_operator.pool_api import ExpertParallelSpec, PrefillPoolSpec, QuotaSpec, RedundancySpec
@@ -16,12 +17,16 @@ from prefill_testing.planner_pools import ENGINE_A, ENGINE_B, ENGINE_C, make_poo
 
 NUM_NODES = 8
 LOAD_CAP = 3
-MAX_PES = 12
+MAX_PES = 6
 ENGINES = (ENGINE_A, ENGINE_B, ENGINE_C)
 
 
 class PoolHistory(RuleBasedStateMachine):
     """Operators, users and the world take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_created = False
 
     @initialize(
         replicas=st.integers(0, 5),
@@ -44,7 +49,7 @@ class PoolHistory(RuleBasedStateMachine):
             pool=make_pool(spec), nodes={f"gpu-{index}": NodeModel() for index in range(NUM_NODES)}
         )
         self.views: list[Observed] = []
-        self.checked = 0
+        self.is_created = True
 
     @property
     def spec(self) -> PrefillPoolSpec:
@@ -67,9 +72,31 @@ class PoolHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.views)
     @rule(lag=st.integers(1, 3))
     def second_operator_with_old_view(self, lag: int) -> None:
-        """A stopped leader goes on, with what it saw some passes ago and the clock of today."""
+        """A stopped leader goes on, with what it saw some passes ago and the clock of today.
+
+        One case cannot collide and is left to the Lease: a name that was taken and is free again since that view.
+        """
         view = replace(self.views[-min(lag, len(self.views))], now=self.cluster.now)
+        known = {pod.name for pod in view.pods}
+        taken = {a.action.name for a in self.cluster.log if isinstance(a.action, CreatePod)}
+        if taken - known - set(self.cluster.pods):
+            return
         self._reconcile(view, is_stale=True)
+
+    @rule()
+    def two_operators_with_one_view(self) -> None:
+        """Whatever is decided twice collides."""
+        view = self.cluster.observe()
+        self._reconcile(view)
+        before = len(self.cluster.log)
+        self.cluster.run_pass(view)
+        doubled = [
+            a.action for a in self.cluster.log[before:] if isinstance(a.action, CreatePod | StartDrain | DeletePod)
+        ]
+        # A drain or delete of the same pod again changes nothing.
+        assert not any(isinstance(action, CreatePod) for action in doubled)
+        first = {a.action.uid for a in self.cluster.log[:before] if isinstance(a.action, StartDrain | DeletePod)}
+        assert {action.uid for action in doubled if isinstance(action, StartDrain | DeletePod)} <= first
 
     def _reconcile(self, view: Observed, *, is_stale: bool = False) -> None:
         before = len(self.cluster.log)
@@ -83,7 +110,10 @@ class PoolHistory(RuleBasedStateMachine):
         assert all(action.revision == revision for action in created)
         if not is_stale:
             self._check_drains(view, done)
+            self._check_deletes(view, done)
             self._check_load_cap(created)
+            if created:
+                self._check_surge(view)
 
     def _check_drains(self, view: Observed, done: list[Applied]) -> None:
         """Our own drains never take the pool below W - maxUnavailable; a node about to go is not our doing."""
@@ -91,6 +121,25 @@ class PoolHistory(RuleBasedStateMachine):
         for applied in done:
             if isinstance(applied.action, StartDrain) and applied.action.reason not in ("NodeMaintenance", "LargerEP"):
                 assert applied.serving >= floor, (applied, floor)
+
+    def _check_deletes(self, view: Observed, done: list[Applied]) -> None:
+        """A PE that serves is drained, never just deleted."""
+        serving = {p.name for p in view.pods if p.ready and p.draining_since is None and p.terminating_since is None}
+        lost = {pod.name for pod in view.pods if pod.node and not self.cluster.nodes[pod.node].alive}
+        deleted = {applied.action.name for applied in done if isinstance(applied.action, DeletePod)}
+        assert deleted & serving <= lost
+
+    def _check_surge(self, view: Observed) -> None:
+        """Without anything that forces pods out, no more than W + maxSurge live beside those that leave anyway."""
+        nodes = self.cluster.nodes.values()
+        is_forced = any(node.cordoned or node.maintenance or node.fault or not node.alive for node in nodes)
+        ends = {pod.termination.exit_code for pod in view.pods if pod.termination}
+        if is_forced or ends & {12, 13, 14}:
+            return
+        revision = self.cluster.plan(view).revision
+        live = [pod for pod in self.cluster.pods.values() if not pod.terminating_since and pod.phase != PodPhase.FAILED]
+        leaving = [pod for pod in live if pod.draining_since is not None and pod.revision == revision]
+        assert len(live) - len(leaving) <= self._total(view) + self.spec.rollout.max_surge
 
     def _check_load_cap(self, created: list[CreatePod]) -> None:
         cap = self.spec.lifecycle.max_concurrent_loads
@@ -112,7 +161,7 @@ class PoolHistory(RuleBasedStateMachine):
         spec = view.pool.spec
         assert isinstance(spec, PrefillPoolSpec)
         spares = spec.quota.redundancy.spares if spec.replicas else 0
-        return min(spec.replicas + spares, MAX_PES)
+        return min(spec.replicas + spares, spec.quota.max_pes or MAX_PES)
 
     # The world.
 
@@ -184,25 +233,26 @@ class PoolHistory(RuleBasedStateMachine):
 
     @invariant()
     def quota_holds(self) -> None:
-        if hasattr(self, "cluster"):
-            assert len(self.cluster.holders) <= MAX_PES
+        assert len(self.cluster.holders) <= MAX_PES
 
     @invariant()
     def status_is_whole(self) -> None:
-        if hasattr(self, "cluster") and self.cluster.last:
+        if self.cluster.last:
             types = [condition.type for condition in self.cluster.last.status.conditions]
             assert types == list(ConditionType)
 
     def teardown(self) -> None:
         """Without new faults every history converges, and a second pass finds nothing to do."""
-        if not hasattr(self, "cluster"):
+        if not self.is_created:
             return
         for name, node in self.cluster.nodes.items():
             if not node.alive:
                 self.cluster.revive_node(name)
             node.cordoned, node.maintenance, node.fault, node.refuses = False, "", "", False
         self.cluster.failing_exit, self.cluster.oom_below_ep = None, 0
-        self.cluster.edit(paused=False)
+        # With quota equal to W a rollout by surge could not go on, which is the user's choice.
+        quota = msgspec.structs.replace(self.spec.quota, max_pes=3 * MAX_PES)
+        self.cluster.edit(paused=False, quota=quota)
         self.cluster.settle()
         total = self._total(self.cluster.observe())
         plan = self.cluster.plan()

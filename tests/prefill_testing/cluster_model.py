@@ -151,7 +151,7 @@ class ClusterModel:
                 # Writes come back as events at once.
                 self.advance(0.0)
                 continue
-            due = self._next_change()
+            due = self.next_change()
             wakeup = decision.next_wakeup
             if due is None and (wakeup is None or wakeup > self.now + 7200):
                 return count
@@ -211,7 +211,7 @@ class ClusterModel:
         end = self.now + seconds
         self._tick()
         while self.now < end:
-            due = self._next_change()
+            due = self.next_change()
             self.now = min(end, due) if due is not None and due > self.now else end
             self._tick()
 
@@ -232,14 +232,19 @@ class ClusterModel:
 
     @property
     def holders(self) -> list[ObservedPod]:
-        """Pods that hold GPUs or will: not Failed, not on a dead node."""
+        """Pods that hold GPUs or will: not Failed, not on a dead node nor left over from when it was."""
         return [
             pod
             for pod in self.pods.values()
-            if pod.phase is not PodPhase.FAILED and not pod.foreign and not (pod.node and self._is_down(pod.node))
+            if pod.phase is not PodPhase.FAILED and not pod.foreign and not self._is_left_over(pod)
         ]
 
     # The machinery.
+
+    def _is_left_over(self, pod: ObservedPod) -> bool:
+        if not pod.node or self._is_down(pod.node):
+            return bool(pod.node)
+        return pod.terminating_since is not None and self.nodes[pod.node].ready_changed_at >= pod.terminating_since
 
     def _serves(self, pod: ObservedPod) -> bool:
         return pod.ready and pod.terminating_since is None and pod.draining_since is None
@@ -362,7 +367,7 @@ class ClusterModel:
             return
         self.change(name, node=node, scheduled_at=self.now, unschedulable_since=None, unschedulable_message="")
 
-    def _next_change(self) -> float | None:
+    def next_change(self) -> float | None:
         """When something will happen by itself, later than now."""
         due = []
         for pod in self.pods.values():

@@ -49,6 +49,7 @@ enforceNodeAllocatable: []
 evictionHard: {imagefs.available: "1%", nodefs.available: "1%", memory.available: "100Mi"}
 imageGCHighThresholdPercent: 100
 imageGCLowThresholdPercent: 99
+podLogsDir: $n/logs
 address: 10.250.0.$((10+i))
 port: 10250
 healthzPort: 0

@@ -19,6 +19,7 @@ from prefill_bed.waiting import until
 CHART = ROOT / "charts" / "prefill"
 WORKLOADS = {"Deployment", "PodDisruptionBudget", "Service", "Pod"}
 LEASE = "prefill-operator"
+EXIT_LEASE_LOST = 3
 CRD_NAMES = ("prefillpools.prefill.dev", "vepools.prefill.dev")
 
 QUICK: Json = {
@@ -141,6 +142,15 @@ class LocalOperators:
         found = conditions(self._cluster.api.get("customresourcedefinitions", None, crd))
         assert found.get("Established", {}).get("status") == "True", found
 
+    def restart_ended(self, name: str) -> bool:
+        """What the kubelet does for a pod: a leader that lost its Lease has ended with 3 and is started again; True if so."""
+        child = self.children[name]
+        if child.running:
+            return False
+        assert child.process.returncode == EXIT_LEASE_LOST, child.tail()
+        self.start(name)
+        return True
+
     def holder(self) -> str:
         lease = self._cluster.api.find("leases", self.namespace, LEASE)
         return str(lease["spec"].get("holderIdentity") or "") if lease else ""
@@ -178,7 +188,7 @@ class Release:
         self.values = merged(self.values, values)
         return self.helm.run(
             "upgrade", "--install", self.NAME, str(CHART), "--namespace", self.NAMESPACE, "--create-namespace",
-            "--wait", "--timeout", "300s", values=self.values,
+            "--wait", "--timeout", "180s", values=self.values,
         )  # fmt: skip
 
     def uninstall(self) -> None:
