@@ -6,7 +6,7 @@ load progress is rounded down to steps of 5 %.
 
 from datetime import UTC, datetime
 
-from prefill_operator.failures import PodState, Remedy
+from prefill_operator.failures import PodState
 from prefill_operator.fleet import Fleet, PodView
 from prefill_operator.intent import Intent
 
@@ -88,8 +88,3 @@ def _progress(views: list[PodView]) -> str:
     loaded = min(total, sum(load.loaded_bytes for load in loads))
     steps = loaded * _PROGRESS_STEPS // total
     return f" ({total * steps / _PROGRESS_STEPS / 1e9:.0f}/{total / 1e9:.0f} GB)"
-
-
-def count_replacing(fleet: Fleet) -> int:
-    """Pods that node or device forces out."""
-    return len(fleet.select(lambda v: v.is_live and v.verdict.remedy in {Remedy.REPLACE_FIRST, Remedy.DRAIN_NOW}))

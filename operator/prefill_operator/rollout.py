@@ -171,11 +171,10 @@ def _group_draining(view: PodView, groups: _Groups, situation: Situation) -> Non
 
 
 def _num_kept(num_old: int, situation: Situation) -> int:
-    """Old pods that stay: all up to W under OnDelete and while there are no new ones to be had, else `partition`."""
+    """Old pods that stay: all under OnDelete and while there are no new ones to be had, `partition` of them otherwise."""
     rollout = situation.intent.rollout
     stay = situation.is_revision_refused or rollout.strategy is RolloutStrategy.ON_DELETE
-    limit = num_old if stay else rollout.partition
-    return min(num_old, limit, situation.targets.total)
+    return num_old if stay else min(num_old, rollout.partition)
 
 
 def _num_outdated(fleet: Fleet, groups: _Groups, situation: Situation) -> int:

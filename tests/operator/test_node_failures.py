@@ -118,6 +118,9 @@ def test_pods_on_a_lost_node_do_not_count_against_quota() -> None:
     cluster.settle()
     assert cluster.num_serving == 4
     assert len(cluster.pods) == 8
+    cluster.delete_pod(cluster.name_of(5))
+    cluster.settle()
+    assert cluster.num_serving == 4
 
 
 def test_pods_that_still_terminate_count_against_quota() -> None:
