@@ -3,17 +3,26 @@
 import threading
 
 import crc32c
+import msgspec
 import pytest
 import torch
 
 from prefill_engine.kv.store import StoredBlock
 from prefill_engine.messages import ReadRange, Sampling
+from prefill_engine.rank.build import build_rank
 from prefill_engine.rank.errors_at_exit import InjectedFault, describe_failure, parse_fault
 from prefill_engine.rank.read_server import Component, ReadServer
 from prefill_engine.rank.sampling import sample_token
 from prefill_engine.rank.store_worker import LoadDone, LookupDone, StoreWorker, WriteDone, WriteItem
 from prefill_plan.block_keys import BlockKey
+from prefill_plan.config import EngineConfig, ParallelConfig, ReplayConfig
 from prefill_plan.errors import CheckpointError, ConfigError, PlanError, StoreUnavailable
+from prefill_testing.rank_harness import ListMailbox, tiny_engine_config
+
+
+def replace_part(**parts: object) -> EngineConfig:
+    return msgspec.structs.replace(tiny_engine_config(), **parts)
+
 
 LOGITS = torch.tensor([0.5, 3.0, 3.0, -1.0, 2.9])
 
@@ -105,6 +114,19 @@ def test_parse_fault(text: str, fault: tuple[int, str] | None) -> None:
 def test_parse_fault_refuses_other_forms() -> None:
     with pytest.raises(ConfigError, match="exit=CODE"):
         parse_fault("panic")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        pytest.param(replace_part(parallel=ParallelConfig(dp_size=2, ep_size=2)), "parallel.ep_size = 2", id="ep"),
+        pytest.param(replace_part(ops="triton"), "ops = triton", id="kernel-set"),
+        pytest.param(replace_part(replay=ReplayConfig(keep_tokens=20)), "keep_tokens = 20", id="keep"),
+    ],
+)
+def test_rank_refuses_what_it_cannot_serve_before_it_serves(config: EngineConfig, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        build_rank(config, rank=0, mailbox=ListMailbox(), reads=ReadServer(), enter=lambda _phase: None)
 
 
 # --- store threads

@@ -112,6 +112,10 @@ def _read_design(config: EngineConfig) -> _Design:
     device = _torch_device(config.device)
     spec = load_model_spec(Path(config.model.path) / "config.json")
     check_scheduler_config(config.scheduler)
+    if config.parallel.ep_size != 1:
+        raise ConfigError(
+            f"parallel.ep_size = {config.parallel.ep_size}: ranks of this engine do not exchange experts yet, expected 1"
+        )
     replay = config.replay
     validate_keep(replay.keep_tokens, spec.window_tokens, replay.max_rollback_tokens)
     return _Design(
