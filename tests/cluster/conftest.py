@@ -164,5 +164,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield
     if report.failed and report.when != "teardown":  # after it there is nothing left to tell
         for tell in item.stash.get(STORIES, []):
-            report.sections.append(("test bed", tell()))
+            try:
+                report.sections.append(("test bed", tell()))
+            except Exception as error:  # the story of a failure must not become another one
+                report.sections.append(("test bed", f"nothing can be told: {error}"))
     return report

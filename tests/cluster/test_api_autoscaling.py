@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from prefill_bed.api import conditions
 from prefill_bed.bed import Child
 from prefill_bed.cluster import SCRIPTS, Cluster
 from prefill_bed.installation import LocalOperators
@@ -64,19 +65,21 @@ def demand(control_plane: Cluster) -> Iterator[Demand]:
         "insecureSkipTLSVerify": True,
         "service": {"name": "external-metrics", "namespace": "kube-system", "port": PORT},
     }
-    source = Demand(control_plane)
-    source.set(0)
-    control_plane.apply(service, registration)
 
     def available() -> None:
-        found = control_plane.api.get("apiservices", None, name).get("status", {}).get("conditions", [])
-        assert any(c["type"] == "Available" and c["status"] == "True" for c in found), found
+        found = conditions(control_plane.api.get("apiservices", None, name)).get("Available", {})
+        assert found.get("status") == "True", found.get("message")
 
-    until("the external metrics API", available, seconds=60)
-    yield source
-    control_plane.api.delete("apiservices", None, name)
-    control_plane.api.delete("services", "kube-system", "external-metrics")
-    stub.end()
+    source = Demand(control_plane)
+    source.set(0)
+    try:
+        control_plane.apply(service, registration)
+        until("the external metrics API", available, seconds=60)
+        yield source
+    finally:
+        stub.end()
+        control_plane.api.delete("apiservices", None, name)
+        control_plane.api.delete("services", "kube-system", "external-metrics")
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def pool(install: Install, control_plane: Cluster) -> PoolView:
 def test_takeover_after_kill(pool: PoolView, figure: Figure) -> None:
     """kill -9 of the leader: the standby holds the Lease within 20 s and does its work."""
     operators = pool.installation
-    operators.start("op-b", lead=False)
+    operators.start_standby("op-b")
     operators.children["op-a"].end(signal.SIGKILL)
     begin = time.monotonic()
     until("op-b to lead", lambda: operators.leads("op-b"), seconds=60)
@@ -45,7 +45,7 @@ def test_takeover_after_kill(pool: PoolView, figure: Figure) -> None:
 def test_lease_is_released_on_sigterm(pool: PoolView, figure: Figure) -> None:
     """SIGTERM: the leader gives the Lease up and ends with 0; the standby leads at once."""
     operators = pool.installation
-    operators.start("op-b", lead=False)
+    operators.start_standby("op-b")
     begin = time.monotonic()
     assert operators.children["op-a"].end(signal.SIGTERM) == 0
     until("op-b to lead", lambda: operators.leads("op-b"), seconds=60)
@@ -56,7 +56,7 @@ def test_lease_is_released_on_sigterm(pool: PoolView, figure: Figure) -> None:
 def test_stopped_leader_does_no_harm(pool: PoolView) -> None:
     """SIGSTOP of the leader for 30 s in mid-rollout, then SIGCONT: one revision, exact count, never below 4 ready."""
     operators = pool.installation
-    operators.start("op-b", lead=False)
+    operators.start_standby("op-b")
     first = operators.children["op-a"]
     with ReadyWatch(pool) as watch:
         pool.change(model={"revision": "r2"})

@@ -138,7 +138,8 @@ def test_out_of_memory_exits_raise_ep(start: Callable[..., PoolView], figure: Fi
         replicas=2,
         quota={"redundancy": {"mode": "None"}},
         scheduling={"placement": "SpreadRequired"},
-        engine={"args": ["--fault", "exit=12@warmup"], "cpu": {"pretendGPUs": True}},
+        engine={"args": ["--fault", "exit=12@warmup"]},
+        cpu={"pretendGPUs": True},
     )
     begin = time.monotonic()
     view.wait_condition("PlanFeasible", "True", "Escalated", seconds=SLOW)
@@ -148,7 +149,7 @@ def test_out_of_memory_exits_raise_ep(start: Callable[..., PoolView], figure: Fi
 
 def test_reported_device_fault(start: Callable[..., PoolView], figure: Figure) -> None:
     """A GPU reported faulty under a running engine: replacement first, then drain; the node's other GPUs are left alone."""
-    view = start(replicas=1, engine={"cpu": {"pretendGPUs": True}})
+    view = start(replicas=1, cpu={"pretendGPUs": True})
     view.wait_settled(2, seconds=SLOW)
     pod = view.ready()[0]
     number = int(pod["spec"]["nodeName"].removeprefix("node-"))

@@ -168,8 +168,7 @@ def test_thousand_pools(
     bed.fakes.kill_nodes()
     wait_all_ready(cluster, namespace, 1000, seconds=300)
 
-    operators.start("op-c", lead=False)
-    until("op-c to have read everything", lambda: operators.metrics("op-c"), seconds=60)
+    operators.start_standby("op-c")
     child.end(signal.SIGKILL)
     begin = time.monotonic()
     until("op-c to lead", lambda: operators.leads("op-c"), seconds=60)

@@ -42,13 +42,13 @@ if [ ! -f pki/tokens.csv ]; then
 fi
 for who in admin kcm sched proxy; do kubeconfig $who.kubeconfig $who 127.0.0.1; done
 
-audit=()
+extra=()
 if [ -n "${CLUSTER_AUDIT:-}" ]; then
   printf 'apiVersion: audit.k8s.io/v1\nkind: Policy\nomitStages: [RequestReceived, ResponseStarted]\nrules: [{level: Metadata}]\n' > audit.yaml
-  audit=(--audit-policy-file=audit.yaml --audit-log-path=log/audit.jsonl --audit-log-maxsize=2000)
+  extra=(--audit-policy-file=audit.yaml --audit-log-path=log/audit.jsonl --audit-log-maxsize=2000)
 fi
-# Without nodes nothing reconciles the endpoints of the kubernetes Service.
-[ "$nodes" -gt 0 ] || audit+=(--endpoint-reconciler-type=none)
+# With nodes, aggregated APIs (KEDA) are reached by pod address; without, nothing reconciles the kubernetes Service.
+if [ "$nodes" -gt 0 ]; then extra+=(--enable-aggregator-routing=true); else extra+=(--endpoint-reconciler-type=none); fi
 ep=$((port+1000)); ep2=$((port+1001))
 start etcd "$bin/etcd" --data-dir etcd --unsafe-no-fsync --listen-client-urls http://127.0.0.1:$ep --advertise-client-urls http://127.0.0.1:$ep \
   --listen-peer-urls http://127.0.0.1:$ep2 --initial-advertise-peer-urls http://127.0.0.1:$ep2 --initial-cluster default=http://127.0.0.1:$ep2
@@ -59,8 +59,8 @@ start kube-apiserver "$bin/kube-apiserver" --etcd-servers=http://127.0.0.1:$ep -
   --enable-admission-plugins=NodeRestriction --allow-privileged=true --kubelet-preferred-address-types=InternalIP --kubelet-certificate-authority= \
   --kubelet-client-certificate=pki/api.crt --kubelet-client-key=pki/api.key \
   --requestheader-client-ca-file=pki/ca.crt --requestheader-allowed-names=front-proxy --requestheader-username-headers=X-Remote-User --requestheader-group-headers=X-Remote-Group \
-  --requestheader-extra-headers-prefix=X-Remote-Extra- --proxy-client-cert-file=pki/front.crt --proxy-client-key-file=pki/front.key --enable-aggregator-routing=true \
-  "${audit[@]}" ${APISERVER_EXTRA:-}
+  --requestheader-extra-headers-prefix=X-Remote-Extra- --proxy-client-cert-file=pki/front.crt --proxy-client-key-file=pki/front.key \
+  "${extra[@]}" ${APISERVER_EXTRA:-}
 for i in $(seq 480); do
   k get --raw /readyz >/dev/null 2>&1 && break
   [ "$i" -lt 480 ] || { echo "up.sh: the API server did not become ready:" >&2; tail -20 log/kube-apiserver.log >&2; exit 1; }

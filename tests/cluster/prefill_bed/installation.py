@@ -155,6 +155,19 @@ class LocalOperators:
         lease = self._cluster.api.find("leases", self.namespace, LEASE)
         return str(lease["spec"].get("holderIdentity") or "") if lease else ""
 
+    def start_standby(self, name: str) -> Child:
+        """A second process, up and waiting for the Lease."""
+        child = self.start(name, lead=False)
+
+        def serves() -> None:
+            try:
+                self.metrics(name)
+            except OSError as error:
+                raise AssertionError(str(error)) from error
+
+        until(f"{name} to stand by", serves, seconds=60)
+        return child
+
     def leads(self, name: str) -> None:
         child = self.children[name]
         if not child.running:
