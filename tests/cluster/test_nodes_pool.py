@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from prefill_bed.api import Json, conditions, is_ready
+from prefill_bed.api import ApiError, Json, conditions, is_ready
 from prefill_bed.cluster import Cluster
 from prefill_bed.engine_pod import GRPC_PORT, ask
 from prefill_bed.installation import Release
@@ -246,7 +246,7 @@ def test_api_server_restart_under_engines(
     def answering() -> Json:
         try:
             return view.get()
-        except OSError as error:
+        except (ApiError, OSError) as error:
             raise AssertionError(str(error)) from error
 
     took = seconds_until("the API server", answering, limit=180)
@@ -280,7 +280,7 @@ def test_uninstall_keeps_pools(release: Release, start: Callable[..., PoolView])
     uids = {pod["metadata"]["uid"] for pod in view.live()}
     release.uninstall()
     try:
-        assert release.pods() == []
+        until("no operator pods", lambda: expect(release.pods() == [], len(release.pods())), seconds=60)
         assert conditions(release.cluster.api.get("customresourcedefinitions", None, "prefillpools.prefill.dev"))
         assert len(view.ready()) == 2
     finally:

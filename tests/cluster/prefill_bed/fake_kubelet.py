@@ -180,28 +180,25 @@ class FakeKubelets:
         await self._call("POST", "/api/v1/nodes", {"metadata": {"name": node, "labels": labels}, "status": status})
 
     async def _beat(self, node: str) -> None:
-        """The node's Lease, and after a silence its Ready condition."""
-        lease_path, silent = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases", True
+        """The node's Lease, and after a silence its Ready condition: the controllers have called it unknown meanwhile."""
+        leases, silent = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases", True
         while True:
             if node in self._control.dead:
                 silent = True
             else:
                 if silent:
-                    condition = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "fake"}
-                    condition |= {"lastHeartbeatTime": stamp(), "lastTransitionTime": stamp()}
                     lease = {"metadata": {"name": node}, "spec": {"holderIdentity": node, "leaseDurationSeconds": 40}}
-                    await self._call("POST", lease_path, lease)
-                    code = await self._call(
-                        "PATCH", f"/api/v1/nodes/{node}/status", {"status": {"conditions": [condition]}}, STRATEGIC
-                    )
-                    silent = code != 200
-                await self._call(
-                    "PATCH",
-                    f"{lease_path}/{node}",
-                    {"spec": {"holderIdentity": node, "renewTime": micro_stamp()}},
-                    MERGE,
-                )
+                    await self._call("POST", leases, lease)
+                renewal = {"spec": {"holderIdentity": node, "renewTime": micro_stamp()}}
+                renewed = await self._call("PATCH", f"{leases}/{node}", renewal, MERGE) == 200
+                silent = not renewed or (silent and not await self._say_ready(node))
             await asyncio.sleep(0.5 if silent else self._args.heartbeat)
+
+    async def _say_ready(self, node: str) -> bool:
+        condition = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "fake"}
+        condition |= {"lastHeartbeatTime": stamp(), "lastTransitionTime": stamp()}
+        path = f"/api/v1/nodes/{node}/status"
+        return await self._call("PATCH", path, {"status": {"conditions": [condition]}}, STRATEGIC) == 200
 
     async def _watch_control(self) -> None:
         seen = ""
