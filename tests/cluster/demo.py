@@ -73,15 +73,14 @@ def wait_loudly(view: PoolView) -> None:
 
 
 def next_lines(cluster: Cluster, endpoint: str, checkpoint: Path, directory: Path) -> str:
-    kubectl = f"{cluster.binaries}/kubectl"
     return f"""
-  export KUBECONFIG={cluster.kubeconfig}
-  {kubectl} get prefill -o wide
-  {kubectl} describe pfp tiny
-  {kubectl} delete pod -l prefill.dev/pool=tiny --wait=false     # and watch them come back
-  {kubectl} scale pfp tiny --replicas=2
-  {kubectl} patch pfp tiny --type=merge -p '{{"spec":{{"model":{{"revision":"r2"}}}}}}'     # a rolling replacement
-  {kubectl} drain node-2 --ignore-daemonsets --delete-emptydir-data --force
+  export KUBECONFIG={cluster.kubeconfig} PATH={cluster.binaries}:$PATH
+  kubectl get prefill -o wide
+  kubectl describe pfp tiny
+  kubectl delete pod -l prefill.dev/pool=tiny --wait=false     # and watch them come back
+  kubectl scale pfp tiny --replicas=2
+  kubectl patch pfp tiny --type=merge -p '{{"spec":{{"model":{{"revision":"r2"}}}}}}'     # a rolling replacement
+  kubectl drain node-2 --ignore-daemonsets --delete-emptydir-data --force
   .venv/bin/prefill-engine request --endpoint {endpoint} --token-ids {directory}/tokens.json --probe --model {checkpoint}
   make demo-cluster-down
 """

@@ -192,7 +192,7 @@ def test_node_lost(start: Callable[..., PoolView], how: str, figure: Figure) -> 
     view = start(replicas=2, scheduling={"nodeSelector": None})
     cluster = view.cluster
     cluster.node(3)
-    until("node-3", lambda: expect("node-3" in cluster.ready_nodes(), cluster.ready_nodes()), seconds=120)
+    cluster.wait_node(3)
     view.wait_settled(3, seconds=SLOW)
     victim = view.ready()[-1]["spec"]["nodeName"]
     number = int(victim.removeprefix("node-"))
@@ -209,7 +209,7 @@ def test_node_lost(start: Callable[..., PoolView], how: str, figure: Figure) -> 
     figure(f"replacement bound {time.monotonic() - begin:.0f} s after the loss (20 s of it until NotReady)")
     until("the rest to be ready", lambda: expect(len(view.ready()) >= 3, len(view.ready())), seconds=SLOW)
     cluster.node(number)
-    until(f"{victim} to be back", lambda: expect(victim in cluster.ready_nodes(), "NotReady"), seconds=120)
+    cluster.wait_node(number)
     view.wait_settled(3, seconds=SLOW)
     assert not lost & set(view.names())
 

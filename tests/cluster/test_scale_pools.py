@@ -17,7 +17,7 @@ from prefill_bed.waiting import until
 pytestmark = pytest.mark.scale
 Figure = Callable[[str], None]
 PODS = 4
-QUIET: Json = {"scope": {"namespaced": False}, "replicaCount": 2, "readinessGate": {"enabled": True}}
+QUIET: Json = {"scope": {"namespaced": False}, "security": {"allowedHostPathPrefixes": ["/models"]}}
 
 
 @pytest.fixture

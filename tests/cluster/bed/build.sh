@@ -22,8 +22,8 @@ build_cluster() { # OUT
 build_keda() { # OUT
   (cd keda && CGO_ENABLED=0 go build -trimpath -ldflags "-s -w" -o "$1/" github.com/kedacore/keda/v2/cmd/operator github.com/kedacore/keda/v2/cmd/adapter)
   mv "$1/operator" "$1/keda"; mv "$1/adapter" "$1/keda-adapter"
-  python3 docker_archive.py "$1/keda.tar" ghcr.io/kedacore/keda:main "$1/keda" 1000
-  python3 docker_archive.py "$1/keda-adapter.tar" ghcr.io/kedacore/keda-metrics-apiserver:main "$1/keda-adapter" 1000
+  python3 docker_archive.py "$1/keda.tar" docker.io/local/keda:1 "$1/keda" 1000
+  python3 docker_archive.py "$1/keda-adapter.tar" docker.io/local/keda-adapter:1 "$1/keda-adapter" 1000
   cp -r "$(cd keda && go list -m -f '{{.Dir}}' github.com/kedacore/keda/v2)/config" "$1/config"; chmod -R u+w "$1/config"
 }
 case ${1:-cluster} in

@@ -1,5 +1,6 @@
 #!/bin/bash
 # Ends what up.sh started, pods included. Nothing of a test cluster is kept, so nothing is asked to end slowly.
+CLUSTER_BIN=${CLUSTER_BIN:-none}                                                              # nothing is started here, so nothing is built
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/place.sh"
 cd "$dir" 2>/dev/null || exit 0
@@ -14,5 +15,6 @@ if ls -d node-* >/dev/null 2>&1; then
   for l in $(ip -o link 2>/dev/null | grep -oE 'pods[0-9]+' | sort -u) kube0; do ip link del "$l" 2>/dev/null; done
   iptables-save 2>/dev/null | grep -vE 'KUBE-|CNI-' | iptables-restore 2>/dev/null            # kube-proxy's and portmap's rules
 fi
+for f in /run/netns/cni-*; do [ -e "$f" ] && ! grep -q " $f " /proc/mounts && rm -f "$f"; done    # names of pod networks that ended with their nodes
 rm -rf etcd node-* pids cmd
 exit 0

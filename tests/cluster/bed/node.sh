@@ -12,6 +12,7 @@ stop|crash)
   for f in pids/kubelet-$i pids/containerd-$i pids/devices-$i-*; do [ -e "$f" ] && end_process "$f"; done
   [ "$2" = stop ] || end_group node-$i
   exit ;;
+"") if pid=$(cat "pids/kubelet-$i" 2>/dev/null) && [ "$(readlink "/proc/$pid/cwd")" = "$dir" ]; then exit; fi ;;            # it is up already
 import) ctr -a "$n/c.sock" -n k8s.io images import "$3" >/dev/null; exit ;;
 esac
 ip addr replace 10.250.0.$((10+i))/24 dev kube0

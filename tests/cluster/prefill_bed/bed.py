@@ -146,6 +146,7 @@ class FakeKubeletProcess:
 
     def end(self) -> None:
         self._child.end()
+        subprocess.run(["ip", "route", "del", "local", FAKE_POD_RANGE, "dev", "lo"], capture_output=True, check=False)
 
 
 class Bed:

@@ -140,6 +140,15 @@ class Cluster:
         """`stop`: kubelet and containerd die, pods live on; `crash`: pods die too; no action: the node comes back, or is new."""
         self._script("node.sh", str(number), *([action] if action else []))
 
+    def wait_node(self, number: int, *, seconds: float = 120) -> None:
+        """Until node-`number` is Ready; a failure shows the end of its kubelet's log."""
+
+        def check() -> None:
+            log = (self.directory / "log" / f"kubelet-{number}.log").read_text(errors="replace")
+            assert f"node-{number}" in self.ready_nodes(), f"NotReady; its kubelet says: {log[-1500:]}"
+
+        until(f"node-{number} to be Ready", check, seconds=seconds)
+
     def device_faults(self, number: int, devices: list[int], *, kind: str = "gpu") -> None:
         """Devices of node-`number` that are unhealthy from now on; the kubelet hears of it within a second."""
         (self.directory / f"node-{number}" / f"faults-{kind}").write_text("".join(f"{device}\n" for device in devices))

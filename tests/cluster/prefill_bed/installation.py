@@ -116,6 +116,8 @@ class LocalOperators:
 
     def start(self, name: str = "op-a", *, lead: bool = True) -> Child:
         """An operator process under its own identity; with `lead`, waits until it holds the Lease."""
+        if name in self.children:
+            self.children[name].end()
         api = self._cluster.identity(self.namespace, self.account)
         kubeconfig = api.write_kubeconfig(self._directory / f"{name}.kubeconfig", namespace=self.namespace)
         port = self._ports[name] = free_port()
@@ -147,7 +149,7 @@ class LocalOperators:
         child = self.children[name]
         if child.running:
             return False
-        assert child.process.returncode == EXIT_LEASE_LOST, child.tail()
+        assert child.end() == EXIT_LEASE_LOST, child.tail()
         self.start(name)
         return True
 
