@@ -38,18 +38,21 @@ async def run_kopf(
     cluster: KubernetesCluster,
     *,
     namespaces: Collection[str],
+    identity: str,
     on_start: Callable[[], None],
 ) -> None:
     """Watches until cancelled; ends with an error if a watch cannot go on.
 
     Args:
         namespaces: those to watch; none = the whole cluster.
+        identity: ours, as in the Lease. Left to itself kopf asks for the user's name, and a container's user may have none.
         on_start: called once kopf has installed its signal handlers, so that the caller's can be put back.
     """
     older = asyncio.all_tasks()
     tasks = await kopf.spawn_tasks(
         registry=build_registry(sink, resources, cluster),
         standalone=True,
+        identity=identity,  # type: ignore[arg-type]  # a NewType of str that kopf does not export
         clusterwide=not namespaces,
         namespaces=list(namespaces),
     )

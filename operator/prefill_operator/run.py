@@ -134,6 +134,7 @@ class _Process:
             leader.resources,
             self._cluster,
             namespaces=self._settings.namespaces,
+            identity=self._settings.identity,
             on_start=self._catch_signals,
         )
 

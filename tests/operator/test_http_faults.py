@@ -277,7 +277,14 @@ async def _running(path: Path, *, namespaces: tuple[str, ...] = (), forbid: str 
             asyncio.create_task(lease.keep()),
             asyncio.create_task(leader.resync.keep()),
             asyncio.create_task(
-                run_kopf(leader.sink, leader.resources, bench.cluster, namespaces=namespaces, on_start=lambda: None)
+                run_kopf(
+                    leader.sink,
+                    leader.resources,
+                    bench.cluster,
+                    namespaces=namespaces,
+                    identity="a",
+                    on_start=lambda: None,
+                )
             ),
         ]
         try:
@@ -303,6 +310,17 @@ async def test_pool_made_while_watching_becomes_ready(namespaces: tuple[str, ...
         assert "finalizers" not in pool["metadata"]
         assert set(pool["metadata"].get("annotations", {})) <= {"prefill.dev/ledger"}, "kopf keeps nothing on it"
         assert all("finalizers" not in pod["metadata"] for pod in running.nodes.pods())
+
+
+@in_loop
+async def test_works_as_a_user_id_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_name() -> str:
+        raise KeyError("getpwuid(): uid not found: 10001")
+
+    monkeypatch.setattr("getpass.getuser", no_name)
+    async with _running(tmp_path) as running:
+        running.bench.api.put(POOL_RESOURCE, POOL)
+        await running.until(lambda: running.ready_pods() == 3)
 
 
 @in_loop
