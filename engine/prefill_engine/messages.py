@@ -330,3 +330,8 @@ class RankArgs(Struct):
     dp_rank: int
     socket_dir: str
     fault: str
+
+
+def lane_address(socket_dir: str, lane: str, dp_rank: int) -> str:
+    """ipc address of a lane; the front binds it, the rank connects."""
+    return f"ipc://{socket_dir}/{lane}-{dp_rank}"

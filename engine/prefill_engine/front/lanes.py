@@ -12,12 +12,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from prefill_engine.messages import FromRank, ReadRange, ReadReply, Submit, ToRank
+from prefill_engine.messages import FromRank, ReadRange, ReadReply, Submit, ToRank, lane_address
 from prefill_plan.errors import PeerError
-
-
-def lane_address(socket_dir: str, lane: str, rank: int) -> str:
-    return f"ipc://{socket_dir}/{lane}-{rank}"
 
 
 class RankLanes:

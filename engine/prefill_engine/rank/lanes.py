@@ -11,14 +11,9 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from prefill_engine.messages import FromRank, ReadRange, ReadReply, ToRank
+from prefill_engine.messages import FromRank, ReadRange, ReadReply, ToRank, lane_address
 
 _WAKE_ADDRESS = "inproc://rank-wake"
-
-
-def lane_address(socket_dir: str, lane: str, dp_rank: int) -> str:
-    """ipc address of a lane; the front binds it, the rank connects."""
-    return f"ipc://{socket_dir}/{lane}-{dp_rank}"
 
 
 class Mailbox(Protocol):
