@@ -302,7 +302,6 @@ def test_full_pool_makes_attempts_wait_until_a_ticket_ends() -> None:
 def test_load_report_counts_rows_slots_and_tickets(rank: RankHarness) -> None:
     submit = make_submit(tiny_tokens(300))
     rank.finish(submit, until=Computed)
-    load = rank.loads()[-1]
     rank.loop._report(None)
     load = rank.loads()[-1]
     assert (load.running, load.waiting, load.waiting_rows, load.running_rows_left) == (0, 0, 0, 0)

@@ -76,7 +76,7 @@ class Stepper:
             )
         )
         if logits_V is not None:
-            self._finish(attempt, logits_V)
+            self._finish(attempt, chunk, logits_V)
 
     def _publish(self, attempt: Attempt, *, end_block: int) -> None:
         """Newly complete blocks become findable in the pool and go to the store in chain order."""
@@ -84,7 +84,7 @@ class Stepper:
         self._kv.publish(attempt, upto_blocks=end_block)
         self._kv.start_storing(attempt, range(first_block, end_block))
 
-    def _finish(self, attempt: Attempt, logits_V: Tensor) -> None:
+    def _finish(self, attempt: Attempt, chunk: ChunkPlan, logits_V: Tensor) -> None:
         """The prompt is computed: first token, snapshots, hand-over."""
         attempt.phase = AttemptPhase.COMPUTED
         if attempt.submit.sampling.sample or attempt.submit.sampling.forced_token >= 0:
@@ -100,7 +100,7 @@ class Stepper:
                     at_ns=time.monotonic_ns(),
                 )
             )
-        self._kv.take_snapshots(attempt, attempt.plan.snapshots)
+        self._kv.take_snapshots(attempt, chunk.snapshot_positions)
         regions = self._kv.export(attempt)
         plan = attempt.plan
         self._send(
