@@ -99,10 +99,6 @@ class CostModel:
         spare_ms = budget_ms - self.residual_p95_ms - a - dec * decoder_rows
         return max(0, math.floor(spare_ms / (enc + ctx * context / 1e6)))
 
-    def ms_per_row(self, step_rows: int) -> float:
-        """Milliseconds per row when steps have this many rows, contexts being short."""
-        return self.step_ms(step_rows, 0, 0) / step_rows
-
     def layer_ms(self, step_ms: float, *, num_layers: int) -> float:
         """What one layer of such a step should take: the heartbeat's expectation (C44)."""
         return step_ms / num_layers

@@ -171,7 +171,6 @@ def test_report_and_layer_time_say_what_the_model_says() -> None:
         a_ms=25.4, enc_ms_per_row=10.73e-3, dec_ms_per_row=10.73e-3, ctx_ms_per_mega=0.0, residual_p95_ms=0.0, samples=0
     )
     assert model.layer_ms(80.0, num_layers=40) == 2.0
-    assert model.ms_per_row(16_384) == pytest.approx(0.01228, rel=1e-3)
 
 
 @given(
