@@ -257,7 +257,7 @@ def test_api_server_restart_under_engines(
 
 
 def test_operator_upgrade_rolls_no_engine(release: Release, start: Callable[..., PoolView], figure: Figure) -> None:
-    """helm upgrade with other values: operator pods are new, engines keep their UIDs; CRD changes arrive with the chart."""
+    """helm upgrade with other values: operator pods are new, engines keep their UIDs."""
     view = start(replicas=1)
     view.wait_settled(2, seconds=SLOW)
     uids = {pod["metadata"]["uid"] for pod in view.live()}
