@@ -83,6 +83,11 @@ class HandoffConfig(Struct):
     """Total life of a ticket, renewals included."""
     result_seconds: float = 600.0
     """How long a finished attempt's outcome is kept for joiners."""
+    data_port: int = 0
+    """First listener of the ranks' data transport for decode peers (rank n: data_port + n); 0 = any free port, -1 = none: then
+    KV is handed over through gRPC only and nothing can be pushed."""
+    piece_seconds: float = 5.0
+    """Longest wait for one piece of a push (about 1 MiB); then the peer counts as lost and its connection is closed."""
 
 
 class ReplayConfig(Struct):
@@ -113,6 +118,19 @@ class StoreConfig(Struct):
     """Capacity of a memory store; the file store is not limited here."""
     required: bool = False
     """True: a store lost at run time ends the engine (exit 17) instead of degrading it."""
+
+
+class KvdLink(Struct):
+    socket: str = ""
+    """Unix socket of the pod's KV sidecar; "" = none: the rank has its own store and snapshots (store, kv.snapshot_bytes)."""
+    connect_seconds: float = 60.0
+    """How long the rank waits for kvd at start; later it runs on without, every hit a miss, and comes back by itself."""
+    open_seconds: float = 0.25
+    """Longest wait for one look-up; later means no hit."""
+    swap_in_seconds: float = 2.0
+    """Longest wait for a whole hit; then it is cut to what is there (serving.md 1.1)."""
+    gate_seconds: float = 0.020
+    """Longest stand-still of a layer gate inside a step; then the attempt's rows are discarded and it runs again (C18)."""
 
 
 class SchedulerConfig(Struct):
@@ -146,6 +164,7 @@ class EngineConfig(Struct):
     replay: ReplayConfig = ReplayConfig()
     kv: KvConfig = KvConfig()
     store: StoreConfig = StoreConfig()
+    kvd: KvdLink = KvdLink()
     scheduler: SchedulerConfig = SchedulerConfig()
     max_context_tokens: int = 131_072
     """Longest prompt accepted."""

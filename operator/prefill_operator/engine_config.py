@@ -21,6 +21,8 @@ from prefill_plan.model_spec import ModelSpec
 CONFIG_DIR = "/etc/prefill"
 ENGINE_CONFIG_FILE = "engine.json"
 ENCODER_CONFIG_FILE = "encoder.json"
+KVD_SOCKET = "/run/kvd/kvd.sock"
+"""Where engine and kvd meet, in a volume of their own."""
 MODEL_MOUNT = "/models"
 """Where pvc, hostPath and image sources are mounted; 3FS lies at its own mountPath."""
 
@@ -114,6 +116,7 @@ def _engine_settings(spec: PrefillPoolSpec, plan: PoolPlan, *, model: ModelSpec)
             "required": spec.kvd.required,
         },
         "scheduler": {"chunk_cap_tokens": settings.chunk_tokens},
+        **({"kvd": {"socket": KVD_SOCKET}} if spec.kvd.enabled else {}),
     }
 
 

@@ -52,20 +52,24 @@ def container_security() -> Manifest:
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
-def identity_env(*, on_gpu: bool, num_threads: int | None) -> list[Manifest]:
-    """Environment of an engine. num_threads: of a CPU engine, which would otherwise start one per core of the node."""
+def pod_env() -> list[Manifest]:
+    """Who a process is to its peers, and a home directory below which caches go: the root file system is read-only."""
     fields = {
         "POD_NAME": "metadata.name",
         "POD_IP": "status.podIP",
         # Kubernetes copies the node's zone to this label from 1.35 on; empty before.
         "POD_ZONE": "metadata.labels['topology.kubernetes.io/zone']",
-        "PLAN_HASH": f"metadata.annotations['{PLAN_HASH_ANNOTATION}']",
     }
     env: list[Manifest] = [
-        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": fields[name]}}} for name in IDENTITY_ENV
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()
     ]
-    # The root file system is read-only: caches of compiled kernels go below the home directory.
-    env.append({"name": "HOME", "value": "/tmp"})
+    return [*env, {"name": "HOME", "value": "/tmp"}]
+
+
+def identity_env(*, on_gpu: bool, num_threads: int | None) -> list[Manifest]:
+    """Environment of an engine. num_threads: of a CPU engine, which would otherwise start one per core of the node."""
+    plan_hash = {"fieldPath": f"metadata.annotations['{PLAN_HASH_ANNOTATION}']"}
+    env = [*pod_env(), {"name": "PLAN_HASH", "valueFrom": {"fieldRef": plan_hash}}]
     if not on_gpu:
         # The image asks for all GPUs, which some container runtimes grant to pods that requested none.
         env.append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})

@@ -1,28 +1,29 @@
 """Native sidecars of a PrefillPool's pod: kvd (C32), and the mount of a checkpoint that lies on 3FS (k8s.md 4.9).
 
 Both are init containers with restartPolicy Always: they start before the engine and end after it, kvd after its write-back.
-kvd itself (`prefill-engine kv serve`, its configuration and health service) comes with the KV issue; its documented form is
-rendered here.
+kvd is `prefill-engine kv serve`; its configuration is checked against the struct that kvd reads.
 """
 
 import json
 from pathlib import PurePosixPath
 
-from prefill_operator.engine_config import CONFIG_DIR, model_path
+import msgspec
+
+from prefill_operator.engine_config import CONFIG_DIR, KVD_SOCKET, model_path
 from prefill_operator.manifest import Manifest
 from prefill_operator.names import KVD_CONTAINER, WEIGHTS_MOUNT_CONTAINER
 from prefill_operator.pool_api import KvdSpec, KvdStore, MountMode, PrefillPoolSpec, SecretKeyRef, WeightsMountMode
 from prefill_operator.ports import KVD_PROBE_PORT
 from prefill_operator.quantity import quantity_bytes
-from prefill_operator.render_container import container_security, grpc_probe, memory_text, mounts
+from prefill_operator.render_container import container_security, grpc_probe, memory_text, mounts, pod_env
 from prefill_operator.render_engine import kvd_memory_bytes, pool_bytes
 from prefill_operator.render_policy import RenderPolicy
 from prefill_operator.render_volumes import MountedVolume, kvd_store_volume, tmp_volume
+from prefill_plan.kvd_config import KvdConfig
 
 KVD_CONFIG_FILE = "kvd.json"
 KVD_FUSE_FILE = "kvd-3fs.toml"
 WEIGHTS_FUSE_FILE = "weights-3fs.toml"
-KVD_SOCKET = "/run/kvd/kvd.sock"
 KVD_SERVICE = "kvd"
 """Name in kvd's health service of "the store answers, or I serve without it" (see startupTimeoutSeconds)."""
 
@@ -84,7 +85,7 @@ def render_kvd(spec: PrefillPoolSpec, volumes: tuple[MountedVolume, ...]) -> Man
         "imagePullPolicy": str(kvd.image_pull_policy),
         "restartPolicy": "Always",
         "command": ["prefill-engine", "kv", "serve", "--config", f"{CONFIG_DIR}/{KVD_CONFIG_FILE}"],
-        "env": [{"name": "HOME", "value": "/tmp"}],
+        "env": pod_env(),
         "ports": [{"name": "kvd-probe", "containerPort": KVD_PROBE_PORT, "protocol": "TCP"}],
         "resources": {"requests": {"cpu": kvd.cpu, "memory": memory, **device}, "limits": {"memory": memory, **device}},
         "startupProbe": grpc_probe(
@@ -119,6 +120,7 @@ def kvd_config_files(spec: PrefillPoolSpec) -> dict[str, str]:
             servers=kvd.mgmtd_addresses,
             token=_token_path(KVD_CONTAINER),
         )
+    msgspec.convert(config, KvdConfig)
     return {KVD_CONFIG_FILE: json.dumps(config, indent=2, sort_keys=True) + "\n", **files}
 
 

@@ -255,18 +255,20 @@ class Extent(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class RegionRef(_message.Message):
-    __slots__ = ("rdma", "shm", "stream", "object", "extents")
+    __slots__ = ("rdma", "shm", "stream", "object", "peer", "extents")
     RDMA_FIELD_NUMBER: _ClassVar[int]
     SHM_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
     OBJECT_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
     rdma: RdmaRegion
     shm: ShmRegion
     stream: StreamRegion
     object: ObjectRegion
+    peer: PeerRegion
     extents: _containers.RepeatedCompositeFieldContainer[Extent]
-    def __init__(self, rdma: _Optional[_Union[RdmaRegion, _Mapping]] = ..., shm: _Optional[_Union[ShmRegion, _Mapping]] = ..., stream: _Optional[_Union[StreamRegion, _Mapping]] = ..., object: _Optional[_Union[ObjectRegion, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...
+    def __init__(self, rdma: _Optional[_Union[RdmaRegion, _Mapping]] = ..., shm: _Optional[_Union[ShmRegion, _Mapping]] = ..., stream: _Optional[_Union[StreamRegion, _Mapping]] = ..., object: _Optional[_Union[ObjectRegion, _Mapping]] = ..., peer: _Optional[_Union[PeerRegion, _Mapping]] = ..., extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ...) -> None: ...
 
 class RdmaRegion(_message.Message):
     __slots__ = ("backend", "agent", "base", "key", "device", "rail")
@@ -299,6 +301,18 @@ class StreamRegion(_message.Message):
     endpoint: str
     token: bytes
     def __init__(self, endpoint: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class PeerRegion(_message.Message):
+    __slots__ = ("kind", "endpoint", "key", "piece_bytes")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PIECE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    endpoint: str
+    key: bytes
+    piece_bytes: int
+    def __init__(self, kind: _Optional[str] = ..., endpoint: _Optional[str] = ..., key: _Optional[bytes] = ..., piece_bytes: _Optional[int] = ...) -> None: ...
 
 class ObjectRegion(_message.Message):
     __slots__ = ("uri", "etag")

@@ -49,16 +49,18 @@ class HelloResponse(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., chosen: _Optional[_Union[_common_pb2.KvFormat, _Mapping]] = ..., transport: _Optional[str] = ..., agent: _Optional[bytes] = ..., renew_every: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ClaimTicketRequest(_message.Message):
-    __slots__ = ("ticket_id", "engine_id", "epoch", "format_fingerprint")
+    __slots__ = ("ticket_id", "engine_id", "epoch", "format_fingerprint", "transports")
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     ticket_id: bytes
     engine_id: str
     epoch: int
     format_fingerprint: bytes
-    def __init__(self, ticket_id: _Optional[bytes] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., format_fingerprint: _Optional[bytes] = ...) -> None: ...
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, ticket_id: _Optional[bytes] = ..., engine_id: _Optional[str] = ..., epoch: _Optional[int] = ..., format_fingerprint: _Optional[bytes] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ClaimTicketResponse(_message.Message):
     __slots__ = ("ticket", "first_token", "claim_id", "checksums")
@@ -165,18 +167,20 @@ class KvBytes(_message.Message):
     def __init__(self, kind: _Optional[_Union[_common_pb2.ComponentKind, str]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., last: _Optional[bool] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("key", "kv_tokens", "format_fingerprint", "ttl", "hold_slot")
+    __slots__ = ("key", "kv_tokens", "format_fingerprint", "ttl", "hold_slot", "grant_id")
     KEY_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     HOLD_SLOT_FIELD_NUMBER: _ClassVar[int]
+    GRANT_ID_FIELD_NUMBER: _ClassVar[int]
     key: _common_pb2.AttemptKey
     kv_tokens: int
     format_fingerprint: bytes
     ttl: _duration_pb2.Duration
     hold_slot: bool
-    def __init__(self, key: _Optional[_Union[_common_pb2.AttemptKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., format_fingerprint: _Optional[bytes] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., hold_slot: _Optional[bool] = ...) -> None: ...
+    grant_id: bytes
+    def __init__(self, key: _Optional[_Union[_common_pb2.AttemptKey, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., format_fingerprint: _Optional[bytes] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., hold_slot: _Optional[bool] = ..., grant_id: _Optional[bytes] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("grant_id", "target", "already_cached_tokens")
@@ -214,12 +218,14 @@ class OfferResponse(_message.Message):
         REFUSED_EXPIRED: _ClassVar[OfferResponse.Verdict]
         REFUSED_BUSY: _ClassVar[OfferResponse.Verdict]
         REFUSED_FORMAT: _ClassVar[OfferResponse.Verdict]
+        REFUSED_CHECKSUM: _ClassVar[OfferResponse.Verdict]
     VERDICT_UNSPECIFIED: OfferResponse.Verdict
     ACCEPTED: OfferResponse.Verdict
     DUPLICATE: OfferResponse.Verdict
     REFUSED_EXPIRED: OfferResponse.Verdict
     REFUSED_BUSY: OfferResponse.Verdict
     REFUSED_FORMAT: OfferResponse.Verdict
+    REFUSED_CHECKSUM: OfferResponse.Verdict
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     verdict: OfferResponse.Verdict
     def __init__(self, verdict: _Optional[_Union[OfferResponse.Verdict, str]] = ...) -> None: ...

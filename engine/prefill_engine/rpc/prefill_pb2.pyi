@@ -221,12 +221,14 @@ class PushTarget(_message.Message):
     def __init__(self, grant_id: _Optional[bytes] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., regions: _Optional[_Iterable[_Union[ComponentRegions, _Mapping]]] = ...) -> None: ...
 
 class ComponentRegions(_message.Message):
-    __slots__ = ("kind", "region")
+    __slots__ = ("kind", "region", "alternatives")
     KIND_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
+    ALTERNATIVES_FIELD_NUMBER: _ClassVar[int]
     kind: _common_pb2.ComponentKind
     region: _common_pb2.RegionRef
-    def __init__(self, kind: _Optional[_Union[_common_pb2.ComponentKind, str]] = ..., region: _Optional[_Union[_common_pb2.RegionRef, _Mapping]] = ...) -> None: ...
+    alternatives: _containers.RepeatedCompositeFieldContainer[_common_pb2.RegionRef]
+    def __init__(self, kind: _Optional[_Union[_common_pb2.ComponentKind, str]] = ..., region: _Optional[_Union[_common_pb2.RegionRef, _Mapping]] = ..., alternatives: _Optional[_Iterable[_Union[_common_pb2.RegionRef, _Mapping]]] = ...) -> None: ...
 
 class StorePlan(_message.Message):
     __slots__ = ("durability", "swa_checkpoints")
@@ -373,7 +375,7 @@ class FirstToken(_message.Message):
     def __init__(self, token: _Optional[int] = ..., logprob: _Optional[float] = ..., alt_tokens: _Optional[_Iterable[int]] = ..., alt_logprobs: _Optional[_Iterable[float]] = ..., sampler_state: _Optional[bytes] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("ticket_id", "lease", "format", "kv_tokens", "regions", "source_endpoint", "source_engine_id", "compat_json")
+    __slots__ = ("ticket_id", "lease", "format", "kv_tokens", "regions", "source_endpoint", "source_engine_id", "compat_json", "mode", "stored_block_keys")
     TICKET_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +384,8 @@ class Ticket(_message.Message):
     SOURCE_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     COMPAT_JSON_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    STORED_BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
     ticket_id: bytes
     lease: _common_pb2.Lease
     format: _common_pb2.KvFormat
@@ -390,7 +394,9 @@ class Ticket(_message.Message):
     source_endpoint: str
     source_engine_id: str
     compat_json: str
-    def __init__(self, ticket_id: _Optional[bytes] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., format: _Optional[_Union[_common_pb2.KvFormat, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[ComponentRegions, _Mapping]]] = ..., source_endpoint: _Optional[str] = ..., source_engine_id: _Optional[str] = ..., compat_json: _Optional[str] = ...) -> None: ...
+    mode: HandoffPlan.Mode
+    stored_block_keys: bytes
+    def __init__(self, ticket_id: _Optional[bytes] = ..., lease: _Optional[_Union[_common_pb2.Lease, _Mapping]] = ..., format: _Optional[_Union[_common_pb2.KvFormat, _Mapping]] = ..., kv_tokens: _Optional[int] = ..., regions: _Optional[_Iterable[_Union[ComponentRegions, _Mapping]]] = ..., source_endpoint: _Optional[str] = ..., source_engine_id: _Optional[str] = ..., compat_json: _Optional[str] = ..., mode: _Optional[_Union[HandoffPlan.Mode, str]] = ..., stored_block_keys: _Optional[bytes] = ...) -> None: ...
 
 class StoreState(_message.Message):
     __slots__ = ("blocks_committed", "blocks_total", "swa_published", "blocks_failed")

@@ -1,0 +1,74 @@
+"""How SWA snapshots and hand-overs travel between processes (kv.md 4.5). Protocol and data only.
+
+The trap: a destination whose transfer timed out belongs to the transport until it says otherwise: it may still be written
+(ai-dynamo/nixl#2067). So a pull ends in an outcome with `settled`, and nobody reuses the destination before that is true.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class PullState(StrEnum):
+    DONE = "done"
+    """All bytes are in the destination. Not verified here: that is for the record's own checksum."""
+    ABSENT = "absent"
+    """The peer answered that it has no such thing."""
+    FAILED = "failed"
+    """Connection refused or lost, protocol or size mismatch."""
+    LATE = "late"
+    """The deadline passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullOutcome:
+    """settled: True once nothing can be written into the destination any more; always True for DONE and ABSENT."""
+
+    state: PullState
+    reason: str
+    seconds: float
+    settled: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A readable thing of this process, pinned until `release` is called. view: its bytes. fd, offset: where they stand in a
+    file, for zero-copy sending (fd -1 = nowhere)."""
+
+    view: memoryview
+    fd: int
+    offset: int
+    release: Callable[[], None]
+
+
+class Transport(Protocol):
+    """One side's end: a listener for peers and pulls from peers. Used on one event loop."""
+
+    @property
+    def kind(self) -> str:
+        """What is really in use: "tcp", "tcp+tls", "nixl-ucx-tcp", "nixl-ucx-rdma"; shown by kv_transport_info."""
+        ...
+
+    async def listen(self, find: Callable[[bytes], Source | None]) -> str:
+        """Serves things by their 32-byte key (the key is a capability: it must be presented in full). Returns host:port."""
+        ...
+
+    async def pull(self, endpoint: str, key: bytes, target: memoryview, *, deadline_seconds: float) -> PullOutcome:
+        """Copies the thing with this key into `target` (exactly as long). Never raises for what a peer or the network does."""
+        ...
+
+    async def push(self, endpoint: str, key: bytes, source: memoryview, *, deadline_seconds: float) -> PullOutcome:
+        """Offers bytes to a peer that granted `key` (accept); DONE = the peer has all of them."""
+        ...
+
+    def accept(self, key: bytes, target: memoryview, done: Callable[[], None]) -> Callable[[], bool]:
+        """Grants one push into `target`; `done` is called when all bytes are there. The result revokes the grant: True = nothing
+        can be written any more, False = a write is in flight; ask again."""
+        ...
+
+    async def close_peer(self, endpoint: str) -> None:
+        """Drops connections to a peer, which settles every late pull from it."""
+        ...
+
+    async def close(self) -> None: ...
