@@ -39,6 +39,8 @@ class Findings:
     escalation: Escalation
     refusal: CreateRefusal | None
     """Still in force."""
+    pause: str
+    """Until when nothing is created because of failures, and which; "" = it may be."""
 
     @property
     def is_rolled_out(self) -> bool:
@@ -199,7 +201,7 @@ def _find_obstacle(f: Findings) -> tuple[bool, Reason, str] | None:
 
 def _find_work(f: Findings) -> tuple[bool, Reason, str]:
     step, noun = f.step, f.intent.noun
-    waiting = " (paused)" if f.intent.paused else ""
+    waiting = " (paused)" if f.intent.paused else f"; {f.pause}" if f.pause and step.missing else ""
     if step.num_outdated or step.num_forced:
         return True, Reason.REPLACING, f"{step.num_outdated + step.num_forced} {noun}s to replace{waiting}"
     if step.missing or step.surplus or f.fleet.in_state(PodState.DRAINING):
@@ -224,8 +226,8 @@ def _judge_autoscaling(f: Findings) -> _Found:
         return (kind, True, Reason.EXTERNAL, "somebody else writes /scale")
     if autoscaling.actuator is Actuator.KEDA and ChildKind.SCALED_OBJECT not in f.observed.optional_kinds:
         return (kind, False, Reason.KEDA_MISSING, "the cluster does not serve keda.sh ScaledObjects")
-    if not f.intent.replicas:
-        text = "replicas is 0, which switches autoscalers off"
+    if not f.intent.replicas and autoscaling.actuator is Actuator.HPA:
+        text = "replicas is 0, which switches an HPA off"
         return (kind, False, Reason.DISABLED, text)
     scaler = find_scaler(f.intent, f.observed.children)
     if scaler is None or scaler.active is None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from prefill_operator.escalation import Escalation, EscalationStep
 from prefill_operator.failures import PodState, Remedy
 from prefill_operator.fleet import Fleet
-from prefill_operator.ledger import Ledger, paused_until
+from prefill_operator.ledger import Ledger, last_failure, paused_until
+from prefill_operator.messages import format_time
 from prefill_operator.model import CreateRefusal, Observed, OperatorTimes, RefusalReason
 from prefill_operator.plan import PoolPlan
 
@@ -53,9 +54,9 @@ def find_block(
         return CreateBlock(reason="the EP is being raised")
     if refusal is not None:
         return CreateBlock(reason=refusal.message, until=refusal.at + times.refusal_retry_seconds)
-    until = paused_until(ledger, now=observed.now, last_ready_at=fleet.last_ready_at)
+    until = paused_until(ledger, now=observed.now, last_ready_at=fleet.last_ready_at, times=times)
     if until is not None:
-        return CreateBlock(reason=f"back-off after {ledger.backoff.count} failures", until=until)
+        return CreateBlock(reason=_describe_pause(ledger, until), until=until)
     updated = fleet.select(lambda view: view.is_active and view.is_updated)
     if any(view.pod.ready for view in updated):
         return None
@@ -64,3 +65,10 @@ def find_block(
         if view.state in _HOPELESS and view.verdict.remedy is Remedy.NONE:
             return CreateBlock(reason=f"no pod of this revision came up; {view.pod.name}: {view.verdict.message}")
     return None
+
+
+def _describe_pause(ledger: Ledger, until: float) -> str:
+    """The pods that failed are gone by now, so this is where a user reads of them."""
+    count, last = ledger.backoff.count, last_failure(ledger)
+    failures = f"{count} failures in a row" if count > 1 else "1 failure"
+    return f"no pod is made before {format_time(until)} after {failures}{f', the last {last}' if last else ''}"

@@ -14,7 +14,7 @@ from prefill_operator.create_block import CreateBlock, active_refusal, find_bloc
 from prefill_operator.escalation import NO_ESCALATION, Escalation, EscalationStep, judge_escalation
 from prefill_operator.events import plan_events
 from prefill_operator.failures import FailureContext, PodState, Remedy, is_crash_stalled
-from prefill_operator.fleet import Fleet, build_fleet
+from prefill_operator.fleet import Fleet, PodView, build_fleet
 from prefill_operator.intent import Intent, read_intent
 from prefill_operator.ledger import (
     Ledger,
@@ -82,6 +82,7 @@ def decide(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> Decision
         children=plan_children(intent, plan, observed),
         escalation=escalation,
         refusal=refusal,
+        pause=block.reason if block is not None and block.until is not None and refusal is None else "",
     )
     status = build_status(findings, ledger)
     actions: tuple[Action, ...] = ()
@@ -141,14 +142,20 @@ def _judge_pods(
 
 def _record_remedies(ledger: Ledger, fleet: Fleet, plan: PoolPlan, now: float, times: OperatorTimes) -> Ledger:
     """What the remedies of this pass must leave behind, because their pods will be gone."""
-    last_ready = fleet.last_ready_at
+    newest, last_ready = fleet.newest_at, fleet.last_ready_at
+
+    def failed(ledger: Ledger, view: PodView, *, is_free: bool) -> Ledger:
+        return record_failure(
+            ledger, view.pod, now=now, newest_at=newest, last_ready_at=last_ready, is_free=is_free, times=times
+        )
+
     for view in fleet.views:
         if view.state is PodState.FAILED:
-            ledger = record_failure(ledger, view.pod, now=now, last_ready_at=last_ready, is_free=False, times=times)
+            ledger = failed(ledger, view, is_free=False)
         elif view.verdict.avoids_node and view.verdict.remedy is not Remedy.NONE:
             ledger = record_replacement(ledger, view.pod, cause=view.state, now=now)
             if view.verdict.remedy is Remedy.REPLACE_NOW and view.pod.revision == plan.revision:
-                ledger = record_failure(ledger, view.pod, now=now, last_ready_at=last_ready, is_free=True, times=times)
+                ledger = failed(ledger, view, is_free=True)
         elif view.state is PodState.UNSCHEDULABLE and view.verdict.remedy is Remedy.REPLACE_NOW:
             ledger = msgspec.structs.replace(ledger, forgotten_at=int(now))
     return msgspec.structs.replace(ledger, last_incarnation=max(ledger.last_incarnation, fleet.last_incarnation))

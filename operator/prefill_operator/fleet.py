@@ -76,6 +76,11 @@ class Fleet:
         return max(times, default=0.0)
 
     @property
+    def newest_at(self) -> float:
+        """When the youngest pod was created; 0 if there is none."""
+        return max((view.pod.created_at for view in self.views), default=0.0)
+
+    @property
     def last_incarnation(self) -> int:
         """Over everything that has a name of this pool, foreign pods included."""
         return max((view.pod.incarnation for view in self.views), default=0)

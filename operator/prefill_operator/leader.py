@@ -75,15 +75,11 @@ def build_leader(
 ) -> Leader:
     """Builds every object of a leader; nothing runs yet.
 
-    Args:
-        resources: from find_resources.
-        clock: seconds since the epoch.
-        monotonic: seconds that never go back.
+    `resources` are those of find_resources; `clock` tells seconds since the epoch, `monotonic` seconds that never go back.
     """
     cache = Cache(settings.signals, has_nodes=NODES in resources)
     queue = WorkQueue[PoolKey](clock=monotonic)
     drains = Drains(engines, on_change=queue.add, clock=clock)
-    policy = RenderPolicy.of(settings)
     resync = Resync(
         cluster,
         cache,
@@ -93,39 +89,53 @@ def build_leader(
         metrics=metrics,
         seconds=settings.resync_seconds,
     )
-    applier = Applier(
-        cluster,
-        cache,
-        lease,
-        drains=drains,
-        events=EventLimiter(identity=settings.identity, on_nodes=not settings.namespaces, clock=monotonic),
-        policy=policy,
-        clock=clock,
-    )
-    optional = frozenset(kind for kind in ChildKind if CHILDREN[kind] in resources) - frozenset(REQUIRED_CHILDREN)
-    observer = Observer(cache, drains, policy=policy, optional_kinds=optional, model=released_model_spec(), clock=clock)
-    reconciler = Reconciler(
-        cache,
-        queue,
-        observer,
-        applier,
-        drains=drains,
-        metrics=metrics,
-        pool_metrics=PoolMetrics(metrics.registry),
-        settings=settings,
-        clock=clock,
-    )
     metrics.watch_queue(depth=lambda: queue.depth, oldest_seconds=lambda: queue.oldest_seconds)
-    sink = EventSink(cache, queue.add, metrics=metrics, on_relist=resync.hurry, clock=monotonic)
     return Leader(
         resources=resources,
         cache=cache,
         queue=queue,
-        sink=sink,
+        sink=EventSink(cache, queue.add, metrics=metrics, on_relist=resync.hurry, clock=monotonic),
         drains=drains,
         resync=resync,
-        reconciler=reconciler,
+        reconciler=Reconciler(
+            cache,
+            queue,
+            _build_observer(cache, drains, resources=resources, settings=settings, clock=clock),
+            _build_applier(cluster, cache, lease, drains, settings=settings, clock=clock, monotonic=monotonic),
+            drains=drains,
+            metrics=metrics,
+            pool_metrics=PoolMetrics(metrics.registry),
+            settings=settings,
+            clock=clock,
+        ),
     )
+
+
+def _build_observer(
+    cache: Cache,
+    drains: Drains,
+    *,
+    resources: tuple[Resource, ...],
+    settings: OperatorSettings,
+    clock: Callable[[], float],
+) -> Observer:
+    optional = frozenset(kind for kind in ChildKind if CHILDREN[kind] in resources) - frozenset(REQUIRED_CHILDREN)
+    policy, model = RenderPolicy.of(settings), released_model_spec()
+    return Observer(cache, drains, policy=policy, optional_kinds=optional, model=model, clock=clock)
+
+
+def _build_applier(
+    cluster: Cluster,
+    cache: Cache,
+    lease: LeaderLease,
+    drains: Drains,
+    *,
+    settings: OperatorSettings,
+    clock: Callable[[], float],
+    monotonic: Callable[[], float],
+) -> Applier:
+    events = EventLimiter(identity=settings.identity, on_nodes=not settings.namespaces, clock=monotonic)
+    return Applier(cluster, cache, lease, drains=drains, events=events, policy=RenderPolicy.of(settings), clock=clock)
 
 
 async def find_resources(cluster: Cluster, settings: OperatorSettings) -> tuple[Resource, ...]:

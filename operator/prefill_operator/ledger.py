@@ -63,7 +63,11 @@ class Backoff(msgspec.Struct, frozen=True, array_like=True):
 
     count: int = 0
     at: int = 0
+    """Pods that were created by then belong to the last failure; by the clock of the API server."""
     until: int = 0
+    """By the operator's clock."""
+    ready_at: int = 0
+    """A pod that becomes Ready later than this ends the series; by the kubelets' clocks."""
 
 
 class Ledger(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -141,32 +145,50 @@ def record_replacement(ledger: Ledger, pod: ObservedPod, *, cause: str, now: flo
 
 
 def record_failure(
-    ledger: Ledger, pod: ObservedPod, *, now: float, last_ready_at: float, is_free: bool, times: OperatorTimes
+    ledger: Ledger,
+    pod: ObservedPod,
+    *,
+    now: float,
+    newest_at: float,
+    last_ready_at: float,
+    is_free: bool,
+    times: OperatorTimes,
 ) -> Ledger:
-    """Raises the back-off for a failed pod, once per retry: pods created before the last failure belong to that one.
+    """Raises the back-off for a failed pod, once per retry: pods that were there at the last failure belong to that one.
 
     Args:
+        newest_at: when the youngest pod of the pool was created.
         last_ready_at: when a pod of the pool last became Ready; a later failure starts a new series.
         is_free: the first failure of a series costs no pause (an engine that failed, not an admission).
     """
     backoff = ledger.backoff
     if backoff.count and pod.created_at <= backoff.at:
         return ledger
-    is_new_series = last_ready_at > backoff.at or now > backoff.until + times.max_backoff_seconds
+    is_new_series = last_ready_at > backoff.ready_at or now > backoff.until + times.max_backoff_seconds
     count = 1 if is_new_series else backoff.count + 1
     doublings = count - 2 if is_free else count - 1
     pause = min(times.max_backoff_seconds, times.backoff_seconds * 2.0 ** min(doublings, 30)) if doublings >= 0 else 0.0
-    # The pod's creation, not now alone: with an API server ahead of us one failure would count for ever.
-    at = int(max(now, pod.created_at)) + 1
-    return replace(ledger, backoff=Backoff(count=count, at=at, until=int(now + pause)))
+    # Not `now`: by a clock ahead of the API server's the failures to come would all belong to this one.
+    at, ready_at = int(newest_at) + 1, int(last_ready_at) + 1
+    return replace(ledger, backoff=Backoff(count=count, at=at, until=int(now + pause), ready_at=ready_at))
 
 
-def paused_until(ledger: Ledger, *, now: float, last_ready_at: float) -> float | None:
-    """Until when no pod may be created; None = create."""
+def paused_until(ledger: Ledger, *, now: float, last_ready_at: float, times: OperatorTimes) -> float | None:
+    """Until when no pod may be created; None = create. An end beyond the longest pause was written by another clock."""
     backoff = ledger.backoff
-    if backoff.until <= now or last_ready_at > backoff.at:
+    if not now < backoff.until <= now + times.max_backoff_seconds or last_ready_at > backoff.ready_at:
         return None
     return float(backoff.until)
+
+
+def last_failure(ledger: Ledger) -> str:
+    """Cause and node of the last pod that was replaced or refused, e.g. "GPUFault on gpu-3"; "" if there is none."""
+    rows = [(row.at, row.cause, row.node) for row in ledger.replaced]
+    rows += [(end.at, end.reason, end.node) for end in ledger.ends if end.exit_code == REFUSED_EXIT]
+    if not rows:
+        return ""
+    _, cause, node = max(rows)
+    return f"{cause} on {node}" if node else cause
 
 
 def load_seconds(ledger: Ledger) -> list[float]:

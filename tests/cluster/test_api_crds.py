@@ -10,7 +10,8 @@ from prefill_bed.api import ApiError, Json
 from prefill_bed.cluster import ROOT, Cluster
 from prefill_bed.waiting import until
 
-CASES = yaml.safe_load((ROOT / "tests" / "operator" / "data" / "crd_cases.yaml").read_text())
+DATA = ROOT / "tests" / "operator" / "data"
+CASES = yaml.safe_load((DATA / "crd_cases.yaml").read_text())
 PLURAL = {"PrefillPool": "prefillpools", "VEPool": "vepools"}
 CRD_FILES = sorted((ROOT / "crds").glob("*.yaml"))
 
@@ -82,6 +83,16 @@ def test_accept_and_reject(
     wrong = [text for case in CASES["cases"] if (text := verdict(crds, namespace, case))]
     figure(f"{len(CASES['cases']) - len(wrong)} of {len(CASES['cases'])} objects judged right")
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("base", ["pool", "encoder"])
+def test_defaults_are_golden(crds: Cluster, new_namespace: Callable[[Cluster], str], base: str) -> None:
+    """What the API server makes of a minimal object is the golden file that the operator's structs are checked against."""
+    minimal = CASES["bases"][base]
+    made = crds.api.create(PLURAL[minimal["kind"]], new_namespace(crds), minimal, dryRun="All")
+    golden = yaml.safe_load((DATA / f"defaults_{PLURAL[minimal['kind']]}.yaml").read_text())
+    assert made["spec"] == golden["spec"]
 
 
 @pytest.mark.short

@@ -1,14 +1,12 @@
 """prefill_operator.apply: order, ownership, preconditions, fences and refusals, on an API server in memory."""
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
 
-from prefill_operator.apply import Applied, Applier, Target
 from prefill_operator.errors import (
     ClusterUnavailable,
-    ForeignObject,
     LeaseLost,
     QuotaDenied,
     RequestRejected,
@@ -17,7 +15,6 @@ from prefill_operator.errors import (
 from prefill_operator.model import (
     Action,
     ChildKind,
-    CreatePod,
     DeleteObject,
     DeletePod,
     EmitEvent,
@@ -28,63 +25,15 @@ from prefill_operator.model import (
     StartDrain,
 )
 from prefill_operator.names import DRAINING_SINCE_ANNOTATION, EventReason, Kind
-from prefill_operator.pool_memory import PoolMemory
 from prefill_operator.resources import CHILDREN, EVENTS, PODS, POOLS, Json
 from prefill_operator.settings import OperatorSettings
-from prefill_testing.fake_api import Fault
 from prefill_testing.in_loop import in_loop
-from prefill_testing.operator_rig import KEY, OperatorRig
+from prefill_testing.operator_rig import KEY
 
 SERVICE = CHILDREN[ChildKind.SERVICE]
 ENSURE_SERVICE = EnsureObject(kind=ChildKind.SERVICE, name="flash")
 EVENT = EmitEvent(type=EventType.WARNING, reason=EventReason.NODE_LOST, message="n1 is gone", node="n1")
-
-
-class Desk:
-    """An Applier with one pool to work on."""
-
-    def __init__(self, rig: OperatorRig) -> None:
-        self.rig = rig
-        self.memory = PoolMemory(uid="")
-
-    @classmethod
-    async def open(cls, *, with_pods: bool = False, settings: OperatorSettings | None = None) -> "Desk":
-        rig = await OperatorRig.start(settings=settings)
-        rig.create_pool()
-        if with_pods:
-            await rig.run(3)
-        rig.tell()
-        rig.api.requests.clear()
-        return cls(rig)
-
-    @property
-    def applier(self) -> Applier:
-        return self.rig.leader.reconciler._applier
-
-    def target(self) -> Target:
-        record = self.rig.leader.cache.pool(KEY)
-        assert record is not None
-        assert record.pool is not None
-        self.memory.uid = record.uid
-        view = self.rig.leader.reconciler._observer.observe(KEY, record.pool, self.memory)
-        return Target(key=KEY, pool=record.pool, plan=view.plan, memory=self.memory, children=view.children)
-
-    async def do(self, *actions: Action) -> Applied:
-        return await self.applier.apply(self.target(), actions)
-
-    def create(self, incarnation: int = 1) -> CreatePod:
-        revision = self.target().plan.revision
-        return CreatePod(name=f"flash-{revision}-{incarnation}", revision=revision, incarnation=incarnation)
-
-    def fail(self, resource: str, **fault: Any) -> None:
-        self.rig.api.faults.append(Fault(resource=resource, **fault))
-
-    def verbs(self) -> list[tuple[str, str]]:
-        return self.rig.written()
-
-    def first_pod(self) -> Json:
-        metadata: Json = self.rig.nodes.pods()[0]["metadata"]
-        return metadata
+Desks = Callable[..., Awaitable[Any]]
 
 
 def _without_uid(pods: Iterable[Json]) -> set[str]:
@@ -92,8 +41,8 @@ def _without_uid(pods: Iterable[Json]) -> set[str]:
 
 
 @in_loop
-async def test_actions_are_done_in_their_order() -> None:
-    desk = await Desk.open()
+async def test_actions_are_done_in_their_order(open_desk: Desks) -> None:
+    desk = await open_desk()
     applied = await desk.do(SetPoolAnnotation(key="prefill.dev/ledger", value="{}"), ENSURE_SERVICE, desk.create())
 
     assert (applied.num_writes, applied.error) == (3, None)
@@ -114,8 +63,10 @@ async def test_actions_are_done_in_their_order() -> None:
     ids=["500", "429", "no answer", "409", "403", "422"],
 )
 @in_loop
-async def test_what_comes_after_a_failure_is_not_done(fault: dict[str, Any], error: type[Exception]) -> None:
-    desk = await Desk.open()
+async def test_what_comes_after_a_failure_is_not_done(
+    open_desk: Desks, fault: dict[str, Any], error: type[Exception]
+) -> None:
+    desk = await open_desk()
     desk.fail("prefillpools", verb="patch", **fault)
 
     applied = await desk.do(SetPoolAnnotation(key="prefill.dev/ledger", value="{}"), desk.create(), EVENT)
@@ -127,8 +78,8 @@ async def test_what_comes_after_a_failure_is_not_done(fault: dict[str, Any], err
 
 
 @in_loop
-async def test_written_objects_are_known_before_any_event_tells() -> None:
-    desk = await Desk.open()
+async def test_written_objects_are_known_before_any_event_tells(open_desk: Desks) -> None:
+    desk = await open_desk()
     await desk.do(desk.create(), ENSURE_SERVICE)
 
     assert [pod.observed.name for pod in desk.rig.leader.cache.pods(KEY)] == desk.rig.names()
@@ -136,8 +87,8 @@ async def test_written_objects_are_known_before_any_event_tells() -> None:
 
 
 @in_loop
-async def test_empty_annotation_is_removed() -> None:
-    desk = await Desk.open()
+async def test_empty_annotation_is_removed(open_desk: Desks) -> None:
+    desk = await open_desk()
     await desk.do(SetPoolAnnotation(key="prefill.dev/ledger", value="{}"))
     await desk.do(SetPoolAnnotation(key="prefill.dev/ledger", value=""))
 
@@ -145,8 +96,8 @@ async def test_empty_annotation_is_removed() -> None:
 
 
 @in_loop
-async def test_create_of_a_pod_that_is_there_already_is_no_failure() -> None:
-    desk = await Desk.open()
+async def test_create_of_a_pod_that_is_there_already_is_no_failure(open_desk: Desks) -> None:
+    desk = await open_desk()
     await desk.do(desk.create())
     desk.rig.leader.cache.remove(PODS, ("ns", desk.create().name), uid="")
 
@@ -158,22 +109,8 @@ async def test_create_of_a_pod_that_is_there_already_is_no_failure() -> None:
 
 
 @in_loop
-async def test_strangers_pod_with_our_name_is_remembered_and_left_alone() -> None:
-    desk = await Desk.open()
-    stranger = {"metadata": {"name": desk.create().name, "namespace": "ns"}, "spec": {}, "status": {"phase": "Running"}}
-    desk.rig.api.put(PODS, stranger)
-
-    applied = await desk.do(desk.create())
-
-    assert applied.error is None
-    assert desk.memory.pods[desk.create().name].pod.observed.phase == "Running"
-    assert desk.rig.leader.cache.pods(KEY) == []
-    assert desk.rig.api.get(PODS, desk.create().name, "ns")["spec"] == {}
-
-
-@in_loop
-async def test_quota_is_a_refusal_that_the_planner_hears_of() -> None:
-    desk = await Desk.open()
+async def test_quota_is_a_refusal_that_the_planner_hears_of(open_desk: Desks) -> None:
+    desk = await open_desk()
     text = 'pods "x" is forbidden: exceeded quota: gpus, requested: 4, used: 8, limited: 8'
     desk.fail("pods", verb="create", status=403, reason="Forbidden", message=text)
 
@@ -188,8 +125,8 @@ async def test_quota_is_a_refusal_that_the_planner_hears_of() -> None:
 
 
 @in_loop
-async def test_refused_overlay_is_remembered_until_a_pod_is_made() -> None:
-    desk = await Desk.open()
+async def test_refused_overlay_is_remembered_until_a_pod_is_made(open_desk: Desks) -> None:
+    desk = await open_desk()
     desk.fail("pods", verb="create", status=422, reason="Invalid", message="spec.containers[0].image: Required value")
     await desk.do(desk.create())
     assert desk.memory.create_refusal is not None
@@ -201,8 +138,8 @@ async def test_refused_overlay_is_remembered_until_a_pod_is_made() -> None:
 
 
 @in_loop
-async def test_ending_namespace_is_no_fault_of_the_overlay() -> None:
-    desk = await Desk.open()
+async def test_ending_namespace_is_no_fault_of_the_overlay(open_desk: Desks) -> None:
+    desk = await open_desk()
     text = "unable to create new content in namespace ns because it is being terminated"
     desk.fail("pods", verb="create", status=403, reason="Forbidden", message=text)
 
@@ -213,49 +150,8 @@ async def test_ending_namespace_is_no_fault_of_the_overlay() -> None:
 
 
 @in_loop
-async def test_strangers_service_is_never_touched() -> None:
-    desk = await Desk.open()
-    before = desk.rig.api.put(SERVICE, {"metadata": {"name": "flash", "namespace": "ns"}, "spec": {"ports": []}})
-
-    applied = await desk.do(ENSURE_SERVICE, desk.create())
-
-    assert isinstance(applied.error, ForeignObject)
-    assert "Service ns/flash exists" in applied.error.message
-    assert desk.rig.api.get(SERVICE, "flash", "ns") == before
-    assert (ChildKind.SERVICE, "flash") in desk.memory.children
-    assert desk.rig.nodes.pods() == []
-
-
-@in_loop
-async def test_our_own_service_without_labels_is_taken_back() -> None:
-    desk = await Desk.open(with_pods=True)
-    service = desk.rig.api.get(SERVICE, "flash", "ns")
-    service["metadata"]["labels"] = {}
-    desk.rig.api.put(SERVICE, service)
-    desk.rig.tell()
-
-    applied = await desk.do(ENSURE_SERVICE)
-
-    assert applied.error is None
-    assert desk.rig.api.get(SERVICE, "flash", "ns")["metadata"]["labels"]["prefill.dev/pool"] == "flash"
-
-
-@in_loop
-async def test_config_map_of_a_stranger_is_left_alone() -> None:
-    desk = await Desk.open()
-    name = f"flash-{desk.target().plan.revision}"
-    config_map = CHILDREN[ChildKind.CONFIG_MAP]
-    before = desk.rig.api.put(config_map, {"metadata": {"name": name, "namespace": "ns"}, "data": {"a": "b"}})
-
-    applied = await desk.do(EnsureObject(kind=ChildKind.CONFIG_MAP, name=name))
-
-    assert isinstance(applied.error, ForeignObject)
-    assert desk.rig.api.get(config_map, name, "ns") == before
-
-
-@in_loop
-async def test_delete_means_the_pod_that_was_decided_about() -> None:
-    desk = await Desk.open(with_pods=True)
+async def test_delete_means_the_pod_that_was_decided_about(open_desk: Desks) -> None:
+    desk = await open_desk(with_pods=True)
     pod = desk.first_pod()
 
     applied = await desk.do(DeletePod(name=pod["name"], uid="uid-of-one-before", grace_seconds=1, reason="x"))
@@ -266,8 +162,8 @@ async def test_delete_means_the_pod_that_was_decided_about() -> None:
 
 
 @in_loop
-async def test_deleted_pod_counts_as_terminating_at_once() -> None:
-    desk = await Desk.open(with_pods=True)
+async def test_deleted_pod_counts_as_terminating_at_once(open_desk: Desks) -> None:
+    desk = await open_desk(with_pods=True)
     pod = desk.first_pod()
 
     await desk.do(DeletePod(name=pod["name"], uid=pod["uid"], grace_seconds=45, reason="Drained"))
@@ -278,8 +174,8 @@ async def test_deleted_pod_counts_as_terminating_at_once() -> None:
 
 
 @in_loop
-async def test_delete_without_grace_leaves_it_to_the_pod() -> None:
-    desk = await Desk.open(with_pods=True)
+async def test_delete_without_grace_leaves_it_to_the_pod(open_desk: Desks) -> None:
+    desk = await open_desk(with_pods=True)
     pod = desk.first_pod()
 
     await desk.do(DeletePod(name=pod["name"], uid=pod["uid"], grace_seconds=None, reason="CrashLoop"))
@@ -288,8 +184,8 @@ async def test_delete_without_grace_leaves_it_to_the_pod() -> None:
 
 
 @in_loop
-async def test_pod_that_is_gone_already_is_no_failure() -> None:
-    desk = await Desk.open(with_pods=True)
+async def test_pod_that_is_gone_already_is_no_failure(open_desk: Desks) -> None:
+    desk = await open_desk(with_pods=True)
     pod = desk.first_pod()
     desk.rig.api.remove(PODS, pod["name"], "ns")
 
@@ -302,8 +198,8 @@ async def test_pod_that_is_gone_already_is_no_failure() -> None:
 
 
 @in_loop
-async def test_drain_annotates_shuts_the_gate_and_calls_the_engine() -> None:
-    desk = await Desk.open(with_pods=True, settings=OperatorSettings(readiness_gate=True))
+async def test_drain_annotates_shuts_the_gate_and_calls_the_engine(open_desk: Desks) -> None:
+    desk = await open_desk(with_pods=True, settings=OperatorSettings(readiness_gate=True))
     pod = desk.first_pod()
 
     await desk.do(StartDrain(name=pod["name"], uid=pod["uid"], timeout_seconds=7.0, reason="ScaleDown"))
@@ -318,26 +214,8 @@ async def test_drain_annotates_shuts_the_gate_and_calls_the_engine() -> None:
 
 
 @in_loop
-async def test_objects_are_deleted_only_if_ours() -> None:
-    desk = await Desk.open(with_pods=True)
-    service = desk.rig.api.get(SERVICE, "flash", "ns")
-    service["metadata"]["ownerReferences"][0]["uid"] = "somebody"
-    desk.rig.api.put(SERVICE, service)
-    desk.rig.tell()
-    budget = CHILDREN[ChildKind.DISRUPTION_BUDGET]
-
-    applied = await desk.do(
-        DeleteObject(kind=ChildKind.SERVICE, name="flash"), DeleteObject(kind=ChildKind.DISRUPTION_BUDGET, name="flash")
-    )
-
-    assert applied.error is None
-    assert len(desk.rig.api.all(SERVICE)) == 1
-    assert desk.rig.api.all(budget) == []
-
-
-@in_loop
-async def test_nothing_is_written_once_the_lease_may_be_others() -> None:
-    desk = await Desk.open(with_pods=True)
+async def test_nothing_is_written_once_the_lease_may_be_others(open_desk: Desks) -> None:
+    desk = await open_desk(with_pods=True)
     pod = desk.first_pod()
     target = desk.target()
     actions: list[Action] = [
@@ -362,57 +240,8 @@ async def test_nothing_is_written_once_the_lease_may_be_others() -> None:
 
 
 @in_loop
-async def test_events_of_one_reason_come_once_a_minute() -> None:
-    desk = await Desk.open()
-    other = EmitEvent(type=EventType.WARNING, reason=EventReason.NODE_LOST, message="n2 is gone")
-    for _ in range(3):
-        await desk.do(EVENT, other)
-    messages = [
-        event["message"] for event in desk.rig.api.all(EVENTS) if event["involvedObject"]["kind"] == "PrefillPool"
-    ]
-    assert messages == ["n1 is gone"]
-
-    for _ in range(8):
-        await desk.rig.advance(8.0)
-    await desk.do(EVENT)
-
-    events = [event for event in desk.rig.api.all(EVENTS) if event["involvedObject"]["kind"] == "PrefillPool"]
-    assert {event["message"] for event in events} == {"n1 is gone", "n1 is gone (and 3 more like it)"}
-
-
-@in_loop
-async def test_event_is_told_on_pool_and_node() -> None:
-    desk = await Desk.open()
-    await desk.do(EVENT)
-
-    pool, node = sorted(desk.rig.api.all(EVENTS), key=lambda event: str(event["involvedObject"]["kind"]), reverse=True)
-    assert (pool["involvedObject"]["uid"], pool["metadata"]["namespace"]) == (desk.target().pool.uid, "ns")
-    assert (node["involvedObject"]["name"], node["metadata"]["namespace"]) == ("n1", "default")
-    assert node["message"] == "PrefillPool/ns/flash: n1 is gone"
-    assert (pool["type"], pool["reason"], pool["count"]) == ("Warning", "NodeLost", 1)
-
-
-@in_loop
-async def test_namespaced_operator_writes_no_events_on_nodes() -> None:
-    desk = await Desk.open(settings=OperatorSettings(namespaces=("ns",)))
-    await desk.do(EVENT)
-
-    assert [event["involvedObject"]["kind"] for event in desk.rig.api.all(EVENTS)] == ["PrefillPool"]
-
-
-@in_loop
-async def test_event_that_cannot_be_written_stops_nothing() -> None:
-    desk = await Desk.open()
-    desk.fail("events", status=403, reason="Forbidden", times=9)
-
-    applied = await desk.do(EVENT, desk.create())
-
-    assert (applied.num_writes, applied.error) == (1, None)
-
-
-@in_loop
-async def test_status_of_a_pool_that_is_gone_is_dropped() -> None:
-    desk = await Desk.open()
+async def test_status_of_a_pool_that_is_gone_is_dropped(open_desk: Desks) -> None:
+    desk = await open_desk()
     target = desk.target()
     desk.rig.api.remove(POOLS[Kind.PREFILL_POOL], "flash", "ns")
 

@@ -78,3 +78,26 @@ def test_crds_that_can_not_be_copied_are_refused(text: str, tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match=r"crd\.yaml"):
         load_tool("copy_crds").chart_copy(source)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_nothing_needs_a_webhook_a_certificate_or_a_job(scenario: str) -> None:
+    """k8s.md 2 rows 58 and 59: with the operator down, lists, garbage collection and pods of others go on."""
+    objects = render(SCENARIOS[scenario])
+
+    kinds = {item["kind"] for item in objects}
+    assert not [kind for kind in kinds if "Webhook" in kind or kind in ("APIService", "Certificate", "Issuer")]
+    assert kinds.isdisjoint({"Job", "CronJob", "Secret"})
+    for crd in by_kind(objects, "CustomResourceDefinition").values():
+        assert "conversion" not in crd["spec"]
+        assert [version["name"] for version in crd["spec"]["versions"]] == ["v1alpha1"]
+    hooks = {item["metadata"].get("annotations", {}).get("helm.sh/hook") for item in objects} - {None}
+    assert hooks == {"test"}
+
+
+def test_crds_were_never_where_helm_does_not_upgrade_them() -> None:
+    """k8s.md 2 rows 54 and 55."""
+    chart = load_tool("copy_crds").TARGET.parents[1]
+
+    assert load_tool("copy_crds").TARGET.relative_to(chart).parts[0] == "templates"
+    assert not (chart / "crds").exists()

@@ -13,6 +13,7 @@ from prefill_testing.planner_pools import ENGINE_B, make_pool, make_spec, make_v
 
 METRICS = (PoolMetric(name=MetricName.BACKLOG, target=300),)
 HPA = PoolAutoscaling(max_replicas=4, actuator=Actuator.HPA, metrics=METRICS)
+KEDA = PoolAutoscaling(max_replicas=4, actuator=Actuator.KEDA, metrics=METRICS)
 
 
 def running(replicas: int = 2, **changes: object) -> ClusterModel:
@@ -179,6 +180,16 @@ def test_autoscaling_without_and_with_an_external_writer() -> None:
     cluster.edit(autoscaling=HPA, replicas=0)
     cluster.settle()
     assert cluster.condition("AutoscalingActive").reason == "Disabled"
+
+
+def test_keda_is_not_switched_off_by_zero() -> None:
+    """It raises 0 to minReplicas within seconds (tests/cluster/test_nodes_keda.py)."""
+    cluster = running()
+    cluster.edit(autoscaling=KEDA, replicas=0)
+    child = ObservedChild(kind=ChildKind.SCALED_OBJECT, name="flash", active=True)
+    cluster.children[child.kind, child.name] = child
+    cluster.run_pass()
+    assert cluster.condition("AutoscalingActive").reason == "Active"
 
 
 def test_redundant_while_spares_load_and_when_there_are_none() -> None:

@@ -1,241 +1,38 @@
-"""The real client, and the whole operator with kopf's watches, against an HTTP server that misbehaves (k8s.md 7.1 layer 3)."""
+"""The whole operator with kopf's watches against an HTTP server that misbehaves (k8s.md 7.1 layer 3)."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import kopf
 import pytest
-from aiohttp import web
 
-from prefill_operator.cluster import PAGE_ITEMS, KubernetesCluster, translate_error
-from prefill_operator.errors import (
-    ClusterError,
-    ClusterUnavailable,
-    ObjectExists,
-    ObjectMissing,
-    QuotaDenied,
-    RequestRejected,
-    WriteConflict,
-)
-from prefill_operator.handlers import configure_kopf, run_kopf
+from prefill_operator.handlers import build_registry, configure_kopf, run_kopf
 from prefill_operator.leader import Leader, build_leader, find_resources
 from prefill_operator.lease import LeaderLease
 from prefill_operator.model import ChildKind
 from prefill_operator.names import Kind
 from prefill_operator.operator_metrics import OperatorMetrics
-from prefill_operator.resources import CHILDREN, LEASES, NODES, PODS, POOLS, Json
+from prefill_operator.resources import CHILDREN, NODES, PODS, POOLS, Json
 from prefill_operator.settings import OperatorSettings
-from prefill_plan.errors import ConfigError
-from prefill_testing.fake_api import FakeApi, Fault
-from prefill_testing.fake_api_http import FakeApiServer, serve_fake_api, write_kubeconfig
+from prefill_testing.fake_api import Fault
 from prefill_testing.fake_cluster import FakeEngines, FakeNodes
 from prefill_testing.in_loop import in_loop
 from prefill_testing.operator_rig import KEY, POOL
 
 SERVICE = CHILDREN[ChildKind.SERVICE]
 POOL_RESOURCE = POOLS[Kind.PREFILL_POOL]
-
-
-class Bench:
-    """A fake API server over HTTP, and the real client."""
-
-    def __init__(self, api: FakeApi, server: FakeApiServer, cluster: KubernetesCluster) -> None:
-        self.api, self.server, self.cluster = api, server, cluster
-        self.codes: list[tuple[str, str, int]] = []
-
-
-@asynccontextmanager
-async def _bench(path: Path, *, request_seconds: float = 5.0) -> AsyncIterator[Bench]:
-    api = FakeApi(clock=time.time)
-    async with serve_fake_api(api) as server:
-        kubeconfig = write_kubeconfig(path / "kubeconfig", server.url)
-        codes: list[tuple[str, str, int]] = []
-        cluster = await KubernetesCluster.connect(
-            str(kubeconfig),
-            on_request=lambda verb, resource, code: codes.append((verb, resource, code)),
-            request_seconds=request_seconds,
-        )
-        bench = Bench(api, server, cluster)
-        bench.codes = codes
-        try:
-            yield bench
-        finally:
-            await cluster.close()
-
-
-def _service(name: str = "a", **more: Any) -> Json:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name, "namespace": "ns", **more},
-        "spec": {"x": 1},
-    }
-
-
-@in_loop
-async def test_client_reads_and_writes(tmp_path: Path) -> None:
-    async with _bench(tmp_path) as bench:
-        made = await bench.cluster.create(SERVICE, _service())
-        uid = made["metadata"]["uid"]
-        assert await bench.cluster.find(SERVICE, namespace="ns", name="a") == made
-        assert await bench.cluster.find(SERVICE, namespace="ns", name="b") is None
-        applied = await bench.cluster.apply(SERVICE, {**_service(uid=uid), "spec": {"y": 2}})
-        assert applied["spec"] == {"x": 1, "y": 2}
-        merged = await bench.cluster.merge(SERVICE, {"spec": {"x": None}}, namespace="ns", name="a", uid=uid)
-        assert merged["spec"] == {"y": 2}
-        assert (await bench.cluster.replace(SERVICE, {**merged, "spec": {}}))["spec"] == {}
-        await bench.cluster.delete(SERVICE, namespace="ns", name="a", uid=uid)
-        assert bench.api.all(SERVICE) == []
-        assert await bench.cluster.serves(PODS)
-
-    assert bench.codes[:3] == [("create", "services", 201), ("get", "services", 200), ("get", "services", 404)]
-
-
-@in_loop
-async def test_status_and_conditions_leave_the_rest_alone(tmp_path: Path) -> None:
-    async with _bench(tmp_path) as bench:
-        pool = bench.api.put(POOL_RESOURCE, POOL)
-        body = {
-            "apiVersion": "prefill.dev/v1alpha1",
-            "kind": "PrefillPool",
-            "metadata": {"name": "flash", "namespace": "ns"},
-        }
-        written = await bench.cluster.apply(POOL_RESOURCE, {**body, "status": {"replicas": 2}}, subresource="status")
-        assert (written["spec"], written["status"]) == (pool["spec"], {"replicas": 2})
-        assert written["metadata"]["generation"] == 1
-        status = {"conditions": [{"type": "Ready", "status": "True"}]}
-        pod = bench.api.put(PODS, {"metadata": {"name": "p", "namespace": "ns"}, "spec": {}, "status": status})
-        gate = {"type": "prefill.dev/accepting", "status": "True"}
-        uid = pod["metadata"]["uid"]
-        changed = await bench.cluster.set_condition(PODS, gate, namespace="ns", name="p", uid=uid)
-        assert changed["status"]["conditions"] == [{"type": "Ready", "status": "True"}, gate]
-
-
-@in_loop
-async def test_long_lists_come_in_pages(tmp_path: Path) -> None:
-    async with _bench(tmp_path) as bench:
-        for index in range(PAGE_ITEMS + 3):
-            bench.api.put(SERVICE, _service(f"s{index:04d}", labels={"a": str(index % 2)}))
-        pages = [page async for page in bench.cluster.pages(SERVICE, namespace="ns")]
-        odd = [item async for page in bench.cluster.pages(SERVICE, selector="a=1") for item in page]
-        metadata = [item async for page in bench.cluster.pages(SERVICE, metadata_only=True) for item in page]
-
-    assert [len(page) for page in pages] == [PAGE_ITEMS, 3]
-    assert len(odd) == (PAGE_ITEMS + 3) // 2
-    assert len(metadata) == PAGE_ITEMS + 3
-    assert set(metadata[0]) == {"metadata"}
-
-
-@pytest.mark.parametrize(
-    ("fault", "error", "status"),
-    [
-        ({"status": 401}, ClusterUnavailable, 401),
-        ({"status": 403, "message": "pods is forbidden"}, RequestRejected, 403),
-        ({"status": 403, "message": "exceeded quota: gpus"}, QuotaDenied, 403),
-        ({"status": 404}, ObjectMissing, 404),
-        ({"status": 409, "reason": "AlreadyExists"}, ObjectExists, 409),
-        ({"status": 409, "reason": "Conflict"}, WriteConflict, 409),
-        ({"status": 410, "reason": "Expired"}, ClusterUnavailable, 410),
-        ({"status": 422, "reason": "Invalid"}, RequestRejected, 422),
-        ({"status": 429}, ClusterUnavailable, 429),
-        ({"status": 500}, ClusterUnavailable, 500),
-        ({"status": 503}, ClusterUnavailable, 503),
-        ({"status": 0}, ClusterUnavailable, 0),
-    ],
-    ids=lambda value: str(value.get("message", value["status"])) if isinstance(value, dict) else "",
-)
-@in_loop
-async def test_every_refusal_has_its_error(
-    fault: dict[str, Any], error: type[ClusterError], status: int, tmp_path: Path
-) -> None:
-    async with _bench(tmp_path) as bench:
-        bench.api.faults.append(Fault(**fault))
-        with pytest.raises(error) as refusal:
-            await bench.cluster.create(SERVICE, _service())
-
-    assert refusal.value.status == status
-    assert "create /api/v1/namespaces/ns/services" in refusal.value.message
-    assert bench.codes == [("create", "services", status)]
-    assert len(bench.api.requests) == 1, "the client itself never tries again"
-
-
-@in_loop
-async def test_server_may_say_how_long_to_wait(tmp_path: Path) -> None:
-    async with _bench(tmp_path) as bench:
-        bench.api.faults.append(Fault(status=429, retry_after=7.0))
-        with pytest.raises(ClusterUnavailable) as refusal:
-            await bench.cluster.create(SERVICE, _service())
-
-    assert refusal.value.details["retry_after_seconds"] == 7.0
-
-
-@in_loop
-async def test_late_answer_is_none(tmp_path: Path) -> None:
-    async with _bench(tmp_path, request_seconds=0.1) as bench:
-        bench.api.faults.append(Fault(status=200, hang_seconds=5.0))
-        with pytest.raises(ClusterUnavailable, match="no answer"):
-            await bench.cluster.find(SERVICE, namespace="ns", name="a")
-
-
-@in_loop
-async def test_server_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
-    async with _bench(tmp_path) as bench:
-        pass
-    again = await KubernetesCluster.connect(str(tmp_path / "kubeconfig"), on_request=lambda *_: None)
-    with pytest.raises(ClusterUnavailable, match="no answer"):
-        await again.find(LEASES, namespace="ns", name="a")
-    await again.close()
-    assert bench.codes == []
-
-
-@in_loop
-async def test_answer_that_is_no_object_is_unavailable(tmp_path: Path) -> None:
-    async def proxy_page(_: web.Request) -> web.Response:
-        return web.Response(text="<html>a proxy</html>")
-
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", proxy_page)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    cluster = await KubernetesCluster.connect(
-        str(write_kubeconfig(tmp_path / "kubeconfig", url)), on_request=lambda *_: None
-    )
-    with pytest.raises(ClusterUnavailable, match="no JSON"):
-        await cluster.find(LEASES, namespace="ns", name="a")
-    await cluster.close()
-    await runner.cleanup()
-
-
-@in_loop
-async def test_kubeconfig_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no way to reach an API server"):
-        await KubernetesCluster.connect(str(tmp_path / "none"), on_request=lambda *_: None)
-
-
-def test_patch_of_another_objects_uid_is_a_conflict() -> None:
-    text = b'{"reason": "Invalid", "message": "Pod is invalid: metadata.uid: Invalid value: field is immutable"}'
-
-    assert isinstance(translate_error("x", "patch", 422, text), WriteConflict)
-
-
-def test_error_page_of_a_proxy_is_quoted() -> None:
-    error = translate_error("get /x", "get", 502, b"<html>bad gateway</html>")
-
-    assert isinstance(error, ClusterUnavailable)
-    assert "bad gateway" in error.message
+Benches = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 class Running:
     """A leader with real watches on the fake server; nodes take their turn whenever something is awaited."""
 
-    def __init__(self, bench: Bench, leader: Leader, metrics: OperatorMetrics) -> None:
+    def __init__(self, bench: Any, leader: Leader, metrics: OperatorMetrics) -> None:
         self.bench, self.leader, self.metrics = bench, leader, metrics
         self.nodes = FakeNodes(bench.api)
         for index in range(4):
@@ -259,9 +56,11 @@ class Running:
 
 
 @asynccontextmanager
-async def _running(path: Path, *, namespaces: tuple[str, ...] = (), forbid: str = "") -> AsyncIterator[Running]:
+async def _running(
+    open_bench: Benches, path: Path, *, namespaces: tuple[str, ...] = (), forbid: str = ""
+) -> AsyncIterator[Running]:
     settings = OperatorSettings(status_seconds=0.05, resync_seconds=0.3, namespaces=namespaces)
-    async with _bench(path) as bench:
+    async with open_bench(path) as bench:
         if forbid:
             bench.api.forbidden.add(forbid)
         metrics = OperatorMetrics()
@@ -301,8 +100,10 @@ async def _running(path: Path, *, namespaces: tuple[str, ...] = (), forbid: str 
 
 @pytest.mark.parametrize("namespaces", [(), ("ns",)], ids=["cluster-wide", "namespaced"])
 @in_loop
-async def test_pool_made_while_watching_becomes_ready(namespaces: tuple[str, ...], tmp_path: Path) -> None:
-    async with _running(tmp_path, namespaces=namespaces) as running:
+async def test_pool_made_while_watching_becomes_ready(
+    open_bench: Benches, namespaces: tuple[str, ...], tmp_path: Path
+) -> None:
+    async with _running(open_bench, tmp_path, namespaces=namespaces) as running:
         running.bench.api.put(POOL_RESOURCE, POOL)
         await running.until(lambda: running.ready_pods() == 3)
 
@@ -313,19 +114,21 @@ async def test_pool_made_while_watching_becomes_ready(namespaces: tuple[str, ...
 
 
 @in_loop
-async def test_works_as_a_user_id_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_works_as_a_user_id_without_a_name(
+    open_bench: Benches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_name() -> str:
         raise KeyError("getpwuid(): uid not found: 10001")
 
     monkeypatch.setattr("getpass.getuser", no_name)
-    async with _running(tmp_path) as running:
+    async with _running(open_bench, tmp_path) as running:
         running.bench.api.put(POOL_RESOURCE, POOL)
         await running.until(lambda: running.ready_pods() == 3)
 
 
 @in_loop
-async def test_works_without_the_right_to_read_nodes(tmp_path: Path) -> None:
-    async with _running(tmp_path, forbid=NODES.plural) as running:
+async def test_works_without_the_right_to_read_nodes(open_bench: Benches, tmp_path: Path) -> None:
+    async with _running(open_bench, tmp_path, forbid=NODES.plural) as running:
         running.bench.api.put(POOL_RESOURCE, POOL)
         await running.until(lambda: running.ready_pods() == 3)
         lists = [request for request in running.bench.api.requests if request.resource == NODES.plural]
@@ -334,8 +137,8 @@ async def test_works_without_the_right_to_read_nodes(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_dropped_watches_go_on(tmp_path: Path) -> None:
-    async with _running(tmp_path) as running:
+async def test_dropped_watches_go_on(open_bench: Benches, tmp_path: Path) -> None:
+    async with _running(open_bench, tmp_path) as running:
         running.bench.api.put(POOL_RESOURCE, POOL)
         await running.until(lambda: running.ready_pods() == 3)
         running.bench.server.drop_watches()
@@ -350,9 +153,11 @@ async def test_dropped_watches_go_on(tmp_path: Path) -> None:
 
 
 @in_loop
-async def test_watch_that_is_too_old_lists_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watch_that_is_too_old_lists_again(
+    open_bench: Benches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("prefill_operator.resync.GRACE_SECONDS", 0.05)
-    async with _running(tmp_path) as running:
+    async with _running(open_bench, tmp_path) as running:
         running.bench.api.put(POOL_RESOURCE, POOL)
         await running.until(lambda: running.ready_pods() == 3)
         running.bench.api.oldest_version = int(running.bench.api.history[-1][0]) + 1
@@ -366,9 +171,11 @@ async def test_watch_that_is_too_old_lists_again(tmp_path: Path, monkeypatch: py
 
 
 @in_loop
-async def test_silent_watches_are_noticed_and_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_watches_are_noticed_and_made_up_for(
+    open_bench: Benches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("prefill_operator.resync.GRACE_SECONDS", 0.05)
-    async with _running(tmp_path) as running:
+    async with _running(open_bench, tmp_path) as running:
         running.bench.api.put(POOL_RESOURCE, POOL)
         await running.until(lambda: running.ready_pods() == 3)
         running.bench.server.is_mute = True
@@ -386,9 +193,11 @@ async def test_silent_watches_are_noticed_and_made_up_for(tmp_path: Path, monkey
 
 
 @in_loop
-async def test_storm_of_refusals_ends_in_the_right_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_storm_of_refusals_ends_in_the_right_state(
+    open_bench: Benches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("prefill_operator.work_queue.FIRST_BACKOFF_SECONDS", 0.02)
-    async with _running(tmp_path) as running:
+    async with _running(open_bench, tmp_path) as running:
         for status in (429, 503, 0):
             running.bench.api.faults.append(Fault(verb="create", resource="pods", status=status, reason="Conflict"))
             running.bench.api.faults.append(
@@ -401,9 +210,11 @@ async def test_storm_of_refusals_ends_in_the_right_state(tmp_path: Path, monkeyp
 
 
 @in_loop
-async def test_waits_for_the_definitions_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waits_for_the_definitions_to_be_installed(
+    open_bench: Benches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("prefill_operator.leader._RETRY_SECONDS", 0.02)
-    async with _bench(tmp_path) as bench:
+    async with open_bench(tmp_path) as bench:
         bench.api.unserved = frozenset(POOLS.values())
         finding = asyncio.create_task(find_resources(bench.cluster, OperatorSettings()))
         while bench.codes.count(("discover", "prefillpools", 404)) < 3:
@@ -428,3 +239,12 @@ def test_kopf_is_told_to_keep_out_of_the_way() -> None:
     assert settings.queueing.worker_limit is None
     selectors = {str(key): value for key, value in settings.watching.label_selectors.items()}
     assert list(selectors.values()) == ["app.kubernetes.io/managed-by=prefill-operator"], "pods only"
+
+
+def test_kopf_has_nothing_to_do_but_to_watch() -> None:
+    """No index, whose fill at the start hangs; nothing that needs finalizers or annotations of kopf's (k8s.md 2 row 65)."""
+    registry = build_registry(object(), [*POOLS.values(), PODS, NODES], object())  # type: ignore[arg-type]
+
+    assert len(registry._watching.get_all_handlers()) == len(POOLS) + 2
+    for kind in (registry._indexing, registry._changing, registry._spawning, registry._webhooks):
+        assert list(kind.get_all_handlers()) == []

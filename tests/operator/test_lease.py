@@ -41,6 +41,13 @@ class Bench:
         return spec
 
 
+def test_times_leave_room_between_the_last_write_and_a_takeover() -> None:
+    """k8s.md 2 row 63 and 4.11."""
+    times = LeaseTimes()
+
+    assert (times.duration_seconds, times.renew_deadline_seconds, times.retry_seconds) == (15.0, 10.0, 2.0)
+
+
 @in_loop
 async def test_free_lease_is_taken_at_once() -> None:
     bench = Bench()

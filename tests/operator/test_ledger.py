@@ -53,8 +53,10 @@ def record(ledger: Ledger, *pods: ObservedPod) -> Ledger:
 
 
 def fail(ledger: Ledger, created_at: float, now: float, *, last_ready_at: float = 0.0, is_free: bool = False) -> Ledger:
-    failed = pod(created_at=created_at)
-    return record_failure(ledger, failed, now=now, last_ready_at=last_ready_at, is_free=is_free, times=TIMES)
+    failed, ready_at = pod(created_at=created_at), last_ready_at
+    return record_failure(
+        ledger, failed, now=now, newest_at=created_at, last_ready_at=ready_at, is_free=is_free, times=TIMES
+    )
 
 
 def test_ledger_text_round_trip() -> None:
@@ -182,16 +184,23 @@ def test_record_failure_starts_anew_after_a_pod_became_ready_or_a_long_time() ->
     assert fail(ledger, created_at=NOW + 9000, now=NOW + 9001).backoff.count == 1
 
 
-def test_record_failure_with_an_api_server_ahead_of_us_ends() -> None:
-    ledger = fail(Ledger(), created_at=NOW + 500, now=NOW)
-    assert fail(ledger, created_at=NOW + 500, now=NOW + 1) == ledger
+@pytest.mark.parametrize("skew", [-7200.0, 7200.0], ids=["ahead", "behind"])
+def test_record_failure_with_an_api_server_of_another_time(skew: float) -> None:
+    ledger = fail(Ledger(), created_at=NOW - skew, now=NOW)
+    assert fail(ledger, created_at=NOW - skew, now=NOW + 1) == ledger
+    assert fail(ledger, created_at=NOW - skew + 11, now=NOW + 12).backoff.count == 2
 
 
 def test_paused_until_ends_with_time_or_success() -> None:
     ledger = fail(Ledger(), created_at=NOW, now=NOW)
-    assert paused_until(ledger, now=NOW + 1, last_ready_at=0.0) == NOW + 10
-    assert paused_until(ledger, now=NOW + 10, last_ready_at=0.0) is None
-    assert paused_until(ledger, now=NOW + 3, last_ready_at=NOW + 2) is None
+    assert paused_until(ledger, now=NOW + 1, last_ready_at=0.0, times=TIMES) == NOW + 10
+    assert paused_until(ledger, now=NOW + 10, last_ready_at=0.0, times=TIMES) is None
+    assert paused_until(ledger, now=NOW + 3, last_ready_at=NOW + 2, times=TIMES) is None
+
+
+def test_paused_until_does_not_believe_an_operator_of_another_time() -> None:
+    ledger = fail(Ledger(), created_at=NOW, now=NOW + 7200)
+    assert paused_until(ledger, now=NOW, last_ready_at=0.0, times=TIMES) is None
 
 
 def test_record_replacement_once_per_pod_and_only_where_it_ran() -> None:

@@ -98,3 +98,15 @@ def test_weights_on_3fs_are_mounted_before_the_engine_starts() -> None:
     assert weights["startupProbe"]["exec"]["command"][-1] == "/3fs/models/flash/config.json"
     assert mount_of(weights, "/3fs")["mountPropagation"] == "Bidirectional"
     assert mount_of(container_of(pod, "engine"), "/3fs")["mountPropagation"] == "HostToContainer"
+
+
+def _images(pod: dict[str, Any]) -> set[str]:
+    containers = [*pod["spec"]["containers"], *pod["spec"].get("initContainers", [])]
+    return {str(container["image"]) for container in containers}
+
+
+def test_images_come_from_the_pool_alone() -> None:
+    """k8s.md 2 row 49: an operator that brought its own would restart every engine with its upgrade."""
+    assert _images(pod_of(pool_of(PREFILL_BODY))) == {"engine:1"}
+    everything = {"kvd": {"enabled": True, "image": "kvd:9"}, "model": {"source": {**SHARED_WEIGHTS, "pvc": None}}}
+    assert _images(pod_of(pool_of(PREFILL_BODY, everything))) == {"engine:1", "kvd:9", "fuse:1"}

@@ -21,6 +21,19 @@ MAX_PES = 6
 ENGINES = (ENGINE_A, ENGINE_B, ENGINE_C)
 
 
+BAD_REASONS: dict[str, set[str]] = {
+    "Ready": {"RolloutInProgress", "NotEnoughReady", "PlanInfeasible"},
+    "Available": {"BelowMinimum"},
+    "Redundant": {"SparesLoading", "SparesUnschedulable", "CappedByQuota", "CappedByMaxSpares"},
+    "Progressing": {"DeadlineExceeded", "NoRoom", "NoRoomForLargerEP", "QuotaExceeded", "PlanInfeasible"},
+    "PlanFeasible": {"NoEPFits"},
+    "AutoscalingActive": {"Disabled"},
+    "Stalled": {"NotStalled"},
+    "Paused": {"NotPaused"},
+}
+"""Reasons that go with False; every other reason goes with True (k8s.md 2.7: "Available=False: all replicas are ready")."""
+
+
 class PoolHistory(RuleBasedStateMachine):
     """Operators, users and the world take turns."""
 
@@ -240,6 +253,11 @@ class PoolHistory(RuleBasedStateMachine):
         if self.cluster.last:
             types = [condition.type for condition in self.cluster.last.status.conditions]
             assert types == list(ConditionType)
+
+    @invariant()
+    def reasons_say_what_their_conditions_say(self) -> None:
+        for condition in self.cluster.last.status.conditions if self.cluster.last else ():
+            assert (condition.status == "False") == (condition.reason in BAD_REASONS[condition.type]), condition
 
     def teardown(self) -> None:
         """Without new faults every history converges, and a second pass finds nothing to do."""
