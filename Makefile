@@ -44,7 +44,7 @@ protos: setup  ## regenerate engine/prefill_engine/rpc/*_pb2*
 	$(BIN)/python -m prefill_engine.rpc.generate
 
 lock: setup  ## resolve the dependencies again into requirements.lock (hashes, no registry address)
-	$(VENV)-tools/bin/uv pip compile pyproject.toml --all-extras --constraint constraints.txt --generate-hashes --no-emit-index-url --no-header --python-version 3.11 --quiet --output-file requirements.lock
+	$(VENV)-tools/bin/uv pip compile pyproject.toml --extra operator --extra engine --extra dev --constraint constraints.txt --generate-hashes --no-emit-index-url --no-header --python-version 3.11 --quiet --output-file requirements.lock
 
 images:  ## operator and engine images with buildah (the engine's has torch and CUDA: 6 GB); prints the archives
 	@tests/cluster/bed/packages.sh

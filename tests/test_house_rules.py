@@ -70,12 +70,14 @@ def test_cli_verbs_are_the_agreed_ones() -> None:
         "equivalence",
         "make-checkpoint",
         "drain",
+        "kv",
+        "directory",
         "demo",
     ]
 
 
 @pytest.mark.parametrize(
-    "verb", ["plan", "serve", "check", "equivalence", "make-checkpoint", "request", "drain", "demo"]
+    "verb", ["plan", "serve", "check", "equivalence", "make-checkpoint", "request", "drain", "kv", "directory", "demo"]
 )
 def test_every_verb_has_help(verb: str) -> None:
     done = subprocess.run(

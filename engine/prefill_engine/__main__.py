@@ -18,6 +18,8 @@ VERBS = {
     "equivalence": "compare decoder truncation modes mask and compact",
     "make-checkpoint": "write a random checkpoint in the official format",
     "drain": "ask an engine to take no new work and wait until it is empty",
+    "kv": "serve a pod's KV sidecar: shared-memory pool, store, peers",
+    "directory": "serve the cluster's directory of snapshots and segments",
     "demo": "a real prefill on this machine, verified by a decode probe",
 }
 

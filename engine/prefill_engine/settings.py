@@ -1,4 +1,4 @@
-"""Reads EngineConfig: a JSON file, then `--set part.field=value` in order. The only reader of the environment.
+"""Reads EngineConfig or KvdConfig: a JSON file, then `--set part.field=value` in order. The only reader of the environment.
 
 Parsed once at start; each object then gets its own part, never the whole tree.
 """
@@ -9,12 +9,15 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import msgspec
 
 from prefill_plan.config import EngineConfig
 from prefill_plan.errors import ConfigError
+from prefill_plan.kvd_config import KvdConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +37,12 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> EngineConfig:
     Raises:
         ConfigError: unreadable file, bad JSON, malformed override, unknown key, wrong type; the message names the path.
     """
-    source = str(path) if path is not None else "--set"
-    tree = _read(path) if path is not None else {}
-    for override in overrides:
-        _apply(tree, override)
-    try:
-        return msgspec.convert(tree, EngineConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_explain(str(error))}") from error
+    return _load(path, overrides, EngineConfig)
+
+
+def load_kvd_config(path: Path | None, overrides: Sequence[str]) -> KvdConfig:
+    """As load_config, for the KV sidecar."""
+    return _load(path, overrides, KvdConfig)
 
 
 def load_identity(environ: Mapping[str, str] = os.environ) -> HostIdentity:
@@ -52,6 +53,17 @@ def load_identity(environ: Mapping[str, str] = os.environ) -> HostIdentity:
         zone=environ.get("POD_ZONE", ""),
         plan_hash=environ.get("PLAN_HASH", ""),
     )
+
+
+def _load(path: Path | None, overrides: Sequence[str], kind: type[T]) -> T:
+    source = str(path) if path is not None else "--set"
+    tree = _read(path) if path is not None else {}
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {_explain(str(error))}") from error
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -53,8 +53,8 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def engine_rig(config: EngineConfig, *, ready: bool = True) -> AsyncIterator[Rig]:
-    """Everything up; with ready the fake ranks have reported."""
+async def engine_rig(config: EngineConfig, *, ready: bool = True, data_port: int = -1) -> AsyncIterator[Rig]:
+    """Everything up; with ready the fake ranks have reported. data_port: of their data transport, -1 = none."""
     spec = load_model_spec(Path(config.model.path))
     registry = CollectorRegistry()
     async with contextlib.AsyncExitStack() as stack:
@@ -70,10 +70,11 @@ async def engine_rig(config: EngineConfig, *, ready: bool = True) -> AsyncIterat
         stack.push_async_callback(_end, asyncio.create_task(front.run()))
         ports = await open_ports(front, config, registry=registry)
         stack.push_async_callback(ports.close)
+        stack.push_async_callback(front.sink_caller.close)
         front.endpoint = f"127.0.0.1:{ports.port}"
         if ready:
             for fake in ranks:
-                await fake.send(ready_message(fake.rank, spec, config))
+                await fake.send(ready_message(fake.rank, spec, config, data_port=data_port))
             await asyncio.wait_for(front.ready.wait(), 5)
         options = [("grpc.max_receive_message_length", 16 << 20), ("grpc.max_send_message_length", 16 << 20)]
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(front.endpoint, options=options))

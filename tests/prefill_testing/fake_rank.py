@@ -24,6 +24,7 @@ from prefill_engine.messages import (
     Cancel,
     ChunkFinished,
     Computed,
+    Expose,
     FirstTokenReady,
     FromRank,
     Progress,
@@ -71,7 +72,8 @@ def component_bytes(kind: int) -> bytes:
     return (period * (length // 251 + 1))[:length]
 
 
-def ready_message(rank: int, spec: ModelSpec, config: EngineConfig) -> RankReady:
+def ready_message(rank: int, spec: ModelSpec, config: EngineConfig, *, data_port: int = -1) -> RankReady:
+    """data_port: of a data transport, -1 = the rank has none."""
     return RankReady(
         rank=rank,
         kv_tokens_total=config.kv.pool_tokens,
@@ -80,7 +82,9 @@ def ready_message(rank: int, spec: ModelSpec, config: EngineConfig) -> RankReady
         tokenizer_digest=TOKENIZER_DIGEST,
         layout_digest=block_layout(spec, config.kv.record_format).digest(),
         numerics_class="ref-bf16",
-        store_kind="memory",
+        store_kind=config.store.kind.value,
+        data_transport="tcp" if data_port >= 0 else "",
+        data_port=data_port,
     )
 
 
@@ -123,6 +127,7 @@ class FakeRank:
     read_delay_seconds: float = 0.0
     received: list[ToRank] = field(default_factory=list)
     reads: list[ReadRange] = field(default_factory=list)
+    exposed: list[Expose] = field(default_factory=list)
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     _gates: dict[str, asyncio.Event] = field(default_factory=dict)
     _tasks: list["asyncio.Task[None]"] = field(default_factory=list)
@@ -186,7 +191,13 @@ class FakeRank:
     async def _serve_reads(self) -> None:
         socket = self._sockets["data"]
         while True:
-            request = msgspec.msgpack.decode(await socket.recv(), type=ReadRange)
+            request = msgspec.msgpack.decode(await socket.recv(), type=ReadRange | Expose)
+            if isinstance(request, Expose):
+                self.exposed.append(request)
+                await socket.send(
+                    msgspec.msgpack.encode(ReadReply(read_id=request.read_id, data=b"", crc32c=0, error=""))
+                )
+                continue
             self.reads.append(request)
             if self.read_delay_seconds:
                 await asyncio.sleep(self.read_delay_seconds)

@@ -8,6 +8,7 @@ from prefill_engine.front.attempt import Attempt
 from prefill_engine.front.attempts import Attempts
 from prefill_engine.front.call import PrefillCall
 from prefill_engine.front.events import Event
+from prefill_engine.front.grants import SinkCall
 from prefill_engine.front.lifecycle import Lifecycle
 from prefill_engine.front.tickets import Ticket, Tickets
 from prefill_engine.messages import (
@@ -97,6 +98,7 @@ class LifecycleRig:
         self.now = 100.0
         self.sent: list[tuple[int, ToRank]] = []
         self.ledger = Ledger()
+        self.sink_calls: list[tuple[SinkCall, Ticket | None]] = []
         ids = itertools.count()
         self.lifecycle = Lifecycle(
             limits=limits or ServerConfig(),
@@ -108,6 +110,7 @@ class LifecycleRig:
             new_id=lambda: next(ids).to_bytes(16, "big"),
             wait_of=lambda _rank: 0.25,
             observer=self.ledger,
+            call_sink=lambda call, ticket: self.sink_calls.append((call, ticket)),
         )
 
     def submit(self, call: PrefillCall | None = None, *, deadline: float = math.inf) -> Attempt:

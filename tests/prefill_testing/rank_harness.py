@@ -11,6 +11,7 @@ import numpy as np
 from prefill_engine.messages import FromRank, RankLoad, Released, Sampling, Submit, ToRank
 from prefill_engine.rank.attempt import Attempt
 from prefill_engine.rank.build import build_rank
+from prefill_engine.rank.courier import Courier
 from prefill_engine.rank.read_server import ReadServer
 from prefill_plan.config import (
     Device,
@@ -113,13 +114,17 @@ class ListMailbox:
 class RankHarness:
     """One rank and the hands that turn it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, make_courier: Callable[[ListMailbox], Courier] | None = None) -> None:
+        """make_courier: for a rank with a data transport; it is started and stopped here."""
         self.mailbox = ListMailbox()
-        self.reads = ReadServer()
+        self.reads = ReadServer(make_courier(self.mailbox) if make_courier is not None else None)
+        if self.reads.courier is not None:
+            self.reads.courier.start(self.reads.find)
         self.loop = build_rank(config, rank=0, mailbox=self.mailbox, reads=self.reads, enter=lambda _phase: None)
         self.engine = self.loop._engine
         self.kv = self.loop._kv
         self.cache = self.kv._cache
+        self.source = self.loop._source
         self._free = (self.kv.blocks.num_free, self.kv.states.num_free_states)
 
     def turn(self) -> None:
@@ -170,4 +175,6 @@ class RankHarness:
         return [e for e in self.mailbox.events if isinstance(e, RankLoad)]
 
     def close(self) -> None:
-        self.loop._worker.stop()
+        self.loop._source.stop()
+        if self.reads.courier is not None:
+            self.reads.courier.stop()

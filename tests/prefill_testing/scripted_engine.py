@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 
-from prefill_engine.client import Ticket
+from prefill_engine.client_ticket import Ticket
 from prefill_engine.rpc import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from prefill_engine.rpc.status import Failure, abort_with
 

@@ -1,4 +1,4 @@
-"""The system calls a FileStore makes, as values, so that a test can hand in ones that fail."""
+"""The system calls that stores make, as values, so that a test can hand in ones that fail."""
 
 import ctypes
 import errno
@@ -39,6 +39,9 @@ class FileOperations:
     stat: Callable[[str], os.stat_result] = os.stat
     mkdir: Callable[[str, int], None] = os.mkdir
     link: Callable[[str, str], None] = os.link
+    rename: Callable[[str, str], None] = os.rename
     rename_new: Callable[[str, str], None] = rename_new
+    rmdir: Callable[[str], None] = os.rmdir
+    statvfs: Callable[[str], os.statvfs_result] = os.statvfs
     unlink: Callable[[str], None] = os.unlink
     listdir: Callable[[str], list[str]] = os.listdir

@@ -85,7 +85,7 @@ class FileStore:
         self._check_open()
         self._codec.check_target(out)
         path = self._record_path(key)
-        header = bytearray(self._codec.layout.header_bytes)
+        header = bytearray(self._codec.shape.header_bytes)
         try:
             num_bytes = self._read_file(path, header, out)
         except FileNotFoundError:
@@ -120,7 +120,7 @@ class FileStore:
                 errno=error.errno,
             ) from error
         if is_new:
-            self._counters.add_write(self._codec.layout.record_bytes)
+            self._counters.add_write(self._codec.shape.record_bytes)
         else:
             self._counters.add("writes_present")
         return True
@@ -156,7 +156,7 @@ class FileStore:
         fd = self._files.open(path, os.O_RDONLY | os.O_CLOEXEC, 0)
         try:
             offset = 0
-            while offset < self._codec.layout.record_bytes:
+            while offset < self._codec.shape.record_bytes:
                 num_bytes = self._files.preadv(fd, buffers, offset)
                 if num_bytes == 0:
                     break
@@ -167,7 +167,7 @@ class FileStore:
             self._files.close(fd)
 
     def _verify(self, num_bytes: int, header: bytearray, payload: memoryview, key: BlockKey) -> VerifyFailure | None:
-        record_bytes = self._codec.layout.record_bytes
+        record_bytes = self._codec.shape.record_bytes
         if num_bytes < record_bytes:
             return VerifyFailure.SHORT
         if num_bytes > record_bytes:

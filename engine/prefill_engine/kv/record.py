@@ -10,7 +10,10 @@ Header, little-endian, layout.header_bytes long (768 for FP4, 1,792 for FP8 of t
 """
 
 import struct
+from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
+from typing import Protocol
 
 import crc32c
 
@@ -50,28 +53,81 @@ class VerifyFailure(StrEnum):
     CRC = "crc"
 
 
+class RecordGeometry(Protocol):
+    """The sizes of a record, without the meaning of its bytes; PoolGeometry is one."""
+
+    @property
+    def layout_digest(self) -> bytes: ...
+    @property
+    def header_bytes(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def record_bytes(self) -> int: ...
+    @property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Of each KV source, in payload order, without gaps."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordShape:
+    """RecordGeometry of a BlockLayout."""
+
+    layout_digest: bytes
+    header_bytes: int
+    payload_bytes: int
+    record_bytes: int
+    group_bytes: tuple[int, ...]
+
+    @classmethod
+    def of_layout(cls, layout: BlockLayout) -> "RecordShape":
+        return cls(
+            layout_digest=layout.digest(),
+            header_bytes=layout.header_bytes,
+            payload_bytes=layout.payload_bytes,
+            record_bytes=layout.record_bytes,
+            group_bytes=tuple(source.group_bytes for source in layout.sources),
+        )
+
+
 class RecordCodec:
     """Writes and checks the records of one layout. Immutable, so any thread may use it."""
 
-    def __init__(self, layout: BlockLayout) -> None:
+    def __init__(self, layout: BlockLayout | RecordGeometry) -> None:
         """Raises ValueError if the header has no room for one CRC per KV source."""
-        self.layout = layout
-        self._layout_id = layout.digest()[:LAYOUT_ID_BYTES]
-        self._groups = tuple((s.group_offset, s.group_offset + s.group_bytes) for s in layout.sources)
+        self.shape: RecordGeometry = RecordShape.of_layout(layout) if isinstance(layout, BlockLayout) else layout
+        self._layout_id = self.shape.layout_digest[:LAYOUT_ID_BYTES]
+        ends = tuple(accumulate(self.shape.group_bytes))
+        self._groups = tuple(zip((0, *ends), ends, strict=False))
         self._crcs = struct.Struct(f"<{len(self._groups)}I")
-        self._crc_offset = layout.header_bytes - CRC_BYTES
+        self._crc_offset = self.shape.header_bytes - CRC_BYTES
         if GROUP_CRCS_OFFSET + self._crcs.size > self._crc_offset:
             raise ValueError(
-                f"header of {layout.header_bytes} bytes has no room for {len(self._groups)} group checksums"
+                f"header of {self.shape.header_bytes} bytes has no room for {len(self._groups)} group checksums"
             )
+
+    @classmethod
+    def of_geometry(cls, geometry: RecordGeometry) -> "RecordCodec":
+        """For whoever knows sizes and layout digest only (kvd). Raises as the constructor."""
+        return cls(geometry)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    def group_range(self, group: int) -> tuple[int, int]:
+        """Start and end of a group in the record, header included."""
+        start, end = self._groups[group]
+        return self.shape.header_bytes + start, self.shape.header_bytes + end
 
     def check_payload(self, payload: Buffer) -> None:
         """Raises ValueError unless it is a flat byte buffer of payload_bytes."""
         view = memoryview(payload)
-        if view.nbytes != self.layout.payload_bytes or view.ndim != 1 or view.itemsize != 1:
+        if view.nbytes != self.shape.payload_bytes or view.ndim != 1 or view.itemsize != 1:
             raise ValueError(
                 f"payload has {view.nbytes} bytes, {view.ndim} dimensions, items of {view.itemsize} bytes: "
-                f"expected {self.layout.payload_bytes} bytes in one dimension"
+                f"expected {self.shape.payload_bytes} bytes in one dimension"
             )
 
     def check_target(self, out: memoryview) -> None:
@@ -83,7 +139,7 @@ class RecordCodec:
     def split(self, record: Buffer) -> tuple[memoryview, memoryview]:
         """Header and payload of a record, or of what is left of one."""
         view = memoryview(record)
-        return view[: self.layout.header_bytes], view[self.layout.header_bytes :]
+        return view[: self.shape.header_bytes], view[self.shape.header_bytes :]
 
     def encode_header(self, *, key: BlockKey, payload: Buffer, block_index: int, provenance: int) -> bytes:
         """Header of the record with this payload (payload_bytes long).
@@ -97,7 +153,7 @@ class RecordCodec:
                 f"expected {KEY_BYTES} bytes, a u32, 0 or 1"
             )
         self.check_payload(payload)
-        header = bytearray(self.layout.header_bytes)
+        header = bytearray(self.shape.header_bytes)
         _FIXED.pack_into(header, 0, MAGIC, VERSION, provenance, len(self._groups), block_index, self._layout_id, key)
         self._crcs.pack_into(header, GROUP_CRCS_OFFSET, *self._group_crcs(memoryview(payload)))
         _CRC.pack_into(header, self._crc_offset, self._header_crc(memoryview(header)))
@@ -106,10 +162,20 @@ class RecordCodec:
     def verify(self, header: Buffer, payload: Buffer, *, key: BlockKey) -> VerifyFailure | None:
         """Why this is not the complete, undamaged record of `key` in this layout; None if it is."""
         head, body = memoryview(header), memoryview(payload)
-        if head.nbytes < self.layout.header_bytes or body.nbytes < self.layout.payload_bytes:
+        if head.nbytes < self.shape.header_bytes or body.nbytes < self.shape.payload_bytes:
             return VerifyFailure.SHORT
-        if head.nbytes > self.layout.header_bytes or body.nbytes > self.layout.payload_bytes:
+        if head.nbytes > self.shape.header_bytes or body.nbytes > self.shape.payload_bytes:
             return VerifyFailure.LAYOUT
+        expected = self.read_header(head, key=key)
+        if isinstance(expected, VerifyFailure):
+            return expected
+        return None if expected == self._group_crcs(body) else VerifyFailure.CRC
+
+    def read_header(self, head: memoryview, *, key: BlockKey) -> tuple[int, ...] | VerifyFailure:
+        """CRC32C that each group of the payload must have, from a header of header_bytes; or why it is not `key`'s header.
+
+        For whoever gets a record piece by piece.
+        """
         magic, version, _, num_groups, _, layout_id, record_key = _FIXED.unpack_from(head)
         if magic != MAGIC or version != VERSION:
             return VerifyFailure.LAYOUT
@@ -119,8 +185,7 @@ class RecordCodec:
             return VerifyFailure.LAYOUT
         if record_key != key:
             return VerifyFailure.KEY
-        expected = self._crcs.unpack_from(head, GROUP_CRCS_OFFSET)
-        return None if expected == self._group_crcs(body) else VerifyFailure.CRC
+        return self._crcs.unpack_from(head, GROUP_CRCS_OFFSET)
 
     def _group_crcs(self, payload: memoryview) -> tuple[int, ...]:
         return tuple(crc32c.crc32c(payload[start:end]) for start, end in self._groups)

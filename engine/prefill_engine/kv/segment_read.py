@@ -1,0 +1,260 @@
+"""One read job: records of segments into shared memory, verified while others are still being read.
+
+Run by the thread that called SegmentStore.read and by helpers of the store's pool, which all take the most urgent piece of work
+that is left. The trap: a piece of a record is worth something only after the header; the groups of a record are therefore read
+in order, by whichever thread, and never two at a time.
+"""
+
+import errno
+import heapq
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import crc32c
+
+from prefill_engine.kv.record import RecordCodec, VerifyFailure
+from prefill_engine.kv.segment_counters import BadReason, SegmentCounters
+from prefill_engine.kv.segment_data import HoleRead, SegmentData
+from prefill_engine.kv.segment_file import SegmentForm
+from prefill_engine.kv.segment_paths import SegmentPaths
+from prefill_engine.kv.segments import ReadJob, RecordRead
+
+logger = logging.getLogger(__name__)
+
+_GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strip:
+    """Consecutive records of one segment. reads: indices into the job, in record order."""
+
+    segment: str
+    first_record: int
+    reads: tuple[int, ...]
+
+
+def plan_strips(reads: Sequence[RecordRead], *, max_records: int) -> tuple[Strip, ...]:
+    """Cuts reads in chain order into strips that one system call can read, keeping the order."""
+    strips: list[Strip] = []
+    start = 0
+    for end in range(1, len(reads) + 1):
+        first = reads[start].location
+        if end < len(reads) and end - start < max_records:
+            location = reads[end].location
+            if location.segment == first.segment and location.record == first.record + end - start:
+                continue
+        strips.append(Strip(segment=first.segment, first_record=first.record, reads=tuple(range(start, end))))
+        start = end
+    return tuple(strips)
+
+
+class _OpenSegment:
+    """The one handle of a segment in a job; a segment that could not be opened is not tried again."""
+
+    def __init__(self, path: str, data: SegmentData, counters: SegmentCounters) -> None:
+        self._path, self._data, self._counters = path, data, counters
+        self._lock = threading.Lock()
+        self._handle: int | None = None
+        self._failure: OSError | None = None
+
+    def handle(self) -> int:
+        """Raises OSError."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._handle is None:
+                try:
+                    self._counters.add("opens")
+                    self._handle = self._data.open(self._path)
+                except OSError as error:
+                    self._failure = error
+                    if error.errno in _GONE:
+                        self._counters.add("segments_gone")
+                    raise
+            return self._handle
+
+    def close(self) -> None:
+        if self._handle is not None:
+            with suppress(OSError):
+                self._data.close(self._handle)
+
+
+class SegmentRead:
+    """State of one job. `work` may run in any number of threads; `finish` comes once, after all of them."""
+
+    def __init__(
+        self,
+        job: ReadJob,
+        *,
+        strips: Sequence[Strip],
+        data: SegmentData,
+        codec: RecordCodec,
+        form: SegmentForm,
+        paths: SegmentPaths,
+        counters: SegmentCounters,
+    ) -> None:
+        self._job, self._data, self._codec, self._form, self._counters = job, data, codec, form, counters
+        self._is_grouped = job.group_major and data.reads_pieces
+        self._ranges = tuple(codec.group_range(group) for group in range(codec.num_groups))
+        # CRC32C that the groups of a read must have; None until its header has been verified.
+        self._expected: list[tuple[int, ...] | None] = [None] * len(job.reads)
+        # Group, then position: with one group as stage of whole records, this is chain order.
+        self._queue: list[tuple[int, int, Strip]] = [(0, number, strip) for number, strip in enumerate(strips)]
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._segments: dict[str, _OpenSegment] = {}
+        for name in {strip.segment for strip in strips}:
+            path = paths.resolve(name)
+            if path is not None:
+                self._segments[name] = _OpenSegment(path, data, counters)
+
+    def work(self) -> None:
+        """Takes pieces until none is left or the job is cancelled."""
+        try:
+            while (item := self._take()) is not None:
+                group, number, strip = item
+                if not self._is_grouped:
+                    self._read_records(strip)
+                    continue
+                left = self._read_group(strip, group)
+                if left is not None and group + 1 < len(self._ranges):
+                    with self._lock:
+                        heapq.heappush(self._queue, (group + 1, number, left))
+        except BaseException:
+            self._is_stopped = True
+            raise
+
+    def finish(self) -> None:
+        """Closes what was opened."""
+        for segment in self._segments.values():
+            segment.close()
+
+    def _take(self) -> tuple[int, int, Strip] | None:
+        if self._is_stopped or self._job.is_cancelled():
+            return None
+        with self._lock:
+            return heapq.heappop(self._queue) if self._queue else None
+
+    def _read_records(self, strip: Strip) -> None:
+        """Whole records in one call; after EIO one by one, so that a bad sector or a hole costs one record."""
+        reads = self._job.reads
+        targets = [reads[index].target for index in strip.reads]
+        try:
+            num_bytes = self._read(strip, targets, self._form.record_offset(strip.first_record))
+        except OSError as error:
+            if len(targets) == 1 or error.errno != errno.EIO or not self._is_open(strip):
+                self._fail(strip.reads, _reason_of(error), error)
+                return
+            for position, index in enumerate(strip.reads):
+                if self._is_stopped or self._job.is_cancelled():
+                    return
+                record = strip.first_record + position
+                self._read_records(Strip(segment=strip.segment, first_record=record, reads=(index,)))
+            return
+        record_bytes = self._form.record_bytes
+        self._counters.add("bytes_read", num_bytes)
+        for position, index in enumerate(strip.reads):
+            if num_bytes < (position + 1) * record_bytes:
+                self._tell_bad(index, BadReason.SHORT)
+            elif (reason := self._verify_record(index)) is not None:
+                self._tell_bad(index, reason)
+            else:
+                self._job.on_group(index, len(self._ranges))
+
+    def _read_group(self, strip: Strip, group: int) -> Strip | None:
+        """One group of each record of a strip, the header with the first; returns what is left of the strip."""
+        start, end = self._ranges[group]
+        start = start if group else 0
+        good = []
+        for index in strip.reads:
+            if self._is_stopped or self._job.is_cancelled():
+                return None
+            record = self._job.reads[index].location.record
+            target = self._job.reads[index].target[start:end]
+            try:
+                num_bytes = self._read(strip, [target], self._form.record_offset(record) + start)
+            except OSError as error:
+                self._fail((index,), _reason_of(error), error)
+                continue
+            self._counters.add("bytes_read", num_bytes)
+            if num_bytes < end - start:
+                self._tell_bad(index, BadReason.SHORT)
+                continue
+            reason = self._verify_header(index) if group == 0 else None
+            if reason is None:
+                reason = self._verify_group(index, group)
+            if reason is not None:
+                self._tell_bad(index, reason)
+                continue
+            good.append(index)
+            self._job.on_group(index, group + 1)
+        return Strip(segment=strip.segment, first_record=strip.first_record, reads=tuple(good)) if good else None
+
+    def _read(self, strip: Strip, targets: Sequence[memoryview], offset: int) -> int:
+        segment = self._segments.get(strip.segment)
+        if segment is None:
+            raise _ForeignSegment(errno.EINVAL, "not the name of a segment of this layout", strip.segment)
+        return self._data.read(segment.handle(), targets, offset)
+
+    def _is_open(self, strip: Strip) -> bool:
+        segment = self._segments.get(strip.segment)
+        try:
+            return segment is not None and segment.handle() >= 0
+        except OSError:
+            return False
+
+    def _verify_record(self, index: int) -> BadReason | None:
+        reason = self._verify_header(index)
+        for group in range(len(self._ranges)):
+            if reason is not None:
+                return reason
+            reason = self._verify_group(index, group)
+        return reason
+
+    def _verify_header(self, index: int) -> BadReason | None:
+        read = self._job.reads[index]
+        header = read.target[: self._codec.shape.header_bytes]
+        expected = self._codec.read_header(header, key=read.key)
+        if isinstance(expected, VerifyFailure):
+            return BadReason.HOLE if _is_zero(header) else BadReason(expected.value)
+        self._expected[index] = expected
+        return None
+
+    def _verify_group(self, index: int, group: int) -> BadReason | None:
+        start, end = self._ranges[group]
+        part = self._job.reads[index].target[start:end]
+        expected = self._expected[index]
+        # The header has passed; crc32c lets other threads run while it works on more than 32 KiB.
+        assert expected is not None
+        if crc32c.crc32c(part) == expected[group]:
+            return None
+        return BadReason.HOLE if _is_zero(part) else BadReason.CRC
+
+    def _fail(self, indices: Sequence[int], reason: BadReason, error: OSError) -> None:
+        logger.warning(
+            "segment could not be read; its blocks are misses",
+            extra={"errno": error.errno, "reason": str(reason), "num_blocks": len(indices)},
+        )
+        for index in indices:
+            self._tell_bad(index, reason)
+
+    def _tell_bad(self, index: int, reason: BadReason) -> None:
+        self._counters.add(f"bad_{reason}")
+        self._job.on_bad(index, str(reason))
+
+
+class _ForeignSegment(OSError):
+    """A location that names no segment of this store."""
+
+
+def _reason_of(error: OSError) -> BadReason:
+    if isinstance(error, HoleRead):
+        return BadReason.HOLE
+    return BadReason.LAYOUT if isinstance(error, _ForeignSegment) else BadReason.IO
+
+
+def _is_zero(part: memoryview) -> bool:
+    return not any(part)

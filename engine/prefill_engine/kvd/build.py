@@ -1,0 +1,88 @@
+"""Chooses kvd's store, transport and directory by its configuration: the one place that names implementations.
+
+Called by kvd's process. Openers block and run on threads.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from prefill_engine.kv.directory import Directory, Holder
+from prefill_engine.kv.pool_memory import PoolGeometry
+from prefill_engine.kv.segment_store import FileSegmentStore
+from prefill_engine.kv.segments import SegmentStore
+from prefill_engine.kv.transport.choose import build_transport
+from prefill_engine.kv.usrbio import UsrbioClient, open_usrbio_store
+from prefill_engine.kvd.directory_client import RemoteDirectory
+from prefill_engine.kvd.directory_local import LocalDirectory, new_local_state
+from prefill_plan.errors import ConfigError
+from prefill_plan.kvd_config import KvdConfig, KvdStoreConfig, KvdStoreKind
+
+__all__ = ["StoreMaker", "build_directory", "build_transport"]
+
+
+class StoreMaker:
+    """Opens the configured store, for one geometry at a time. Owner of the USRBIO client, of which a process has one."""
+
+    def __init__(self, config: KvdStoreConfig) -> None:
+        """Raises ConfigError if the configuration names no place."""
+        self._config = config
+        self._client: UsrbioClient | None = None
+        if config.kind is not KvdStoreKind.MEMORY and not config.path:
+            raise ConfigError(f"store.path is empty; store.kind={config.kind} needs a directory")
+
+    @property
+    def is_configured(self) -> bool:
+        return self._config.kind is not KvdStoreKind.MEMORY
+
+    def open(self, geometry: PoolGeometry) -> SegmentStore:
+        """Blocks. Raises ConfigError."""
+        root = Path(self._config.path)
+        if self._config.kind is KvdStoreKind.USRBIO:
+            if self._client is None:
+                self._client = UsrbioClient(self._config)
+            return open_usrbio_store(root, geometry=geometry, config=self._config, client=self._client)
+        return FileSegmentStore(root, geometry=geometry, config=self._config)
+
+    def check(self) -> None:
+        """What can be said of the medium before a rank has told the geometry. Blocks. Raises ConfigError."""
+        path = self._config.path
+        probe = f"{path}/.kvd-probe-{os.getpid()}"
+        try:
+            os.makedirs(path, exist_ok=True)
+            os.listdir(path)
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o640))
+            os.unlink(probe)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return  # a full store still serves what it has
+            raise ConfigError(
+                f"store.path {path} can't be used: {error.strerror}; expected a directory that this process can read and write"
+            ) from error
+        if self._config.kind is KvdStoreKind.USRBIO and self._client is None:
+            self._client = UsrbioClient(self._config)
+
+    def forget_mount(self) -> None:
+        """3FS was mounted anew: rings of the old mount are dead."""
+        self._client = None
+
+
+def build_directory(
+    config: KvdConfig,
+    holder: Holder,
+    *,
+    snapshot_keys: Callable[[], Iterable[bytes]],
+    on_resync: Callable[[], None],
+) -> Directory:
+    """The directory service's client; without an address one of our own, which knows what this kvd announces."""
+    if not config.directory.address:
+        return LocalDirectory(new_local_state(), holder, clock=time.monotonic)
+    return RemoteDirectory(
+        config.directory,
+        holder,
+        snapshot_keys=snapshot_keys,
+        on_resync=on_resync,
+        tls=config.transport.tls,
+    )
