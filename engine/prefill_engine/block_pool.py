@@ -115,6 +115,23 @@ class BlockPool:
             self._counts["published"] += 1
         return True
 
+    def publish_loaded(self, slots: Sequence[int], keys: Sequence[BlockKey], provenances: Sequence[int]) -> None:
+        """publish() for blocks that came from the store, all in one go: a hit has hundreds, and the step thread waits.
+
+        Raises:
+            ValueError: a slot is not pinned, or has another key.
+        """
+        for slot, key, provenance in zip(slots, keys, provenances, strict=True):
+            block = self._blocks[slot]
+            if block.refs == 0 or block.key is not None:
+                self.publish(slot, key, provenance=provenance)
+            elif self._slot_of.setdefault(key, slot) == slot:
+                block.key, block.provenance, block.is_stored = key, provenance, True
+                self._counts["published"] += 1
+            else:
+                block.is_stored = True
+                self._counts["publish_lost"] += 1
+
     def release(self, slots: Sequence[int]) -> None:
         """One reference less to each slot, given in sequence order. At 0, keyed slots stay cached and others become
         unused.

@@ -8,7 +8,7 @@ message over the size limit; only one that carries a ServingError is back-pressu
 import secrets
 import struct
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 
 from prefill_engine import timeline
 from prefill_engine.client_events import event_body, to_duration, to_seconds
+from prefill_engine.client_ticket import MODE_NUMBERS, Ticket, ticket_from_proto
 from prefill_engine.rpc import common_pb2, prefill_pb2, prefill_pb2_grpc
 from prefill_engine.rpc.status import DETAILS_KEY, Failure, decode_failure
 from prefill_plan.block_keys import block_keys, chain_root
@@ -41,7 +42,8 @@ PRIORITIES = ("interactive", "standard", "sheddable")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillOptions:
-    """How a prompt is to be prefilled. store: one of STORE_MODES; handoff: False = no ticket (C41, NONE).
+    """How a prompt is to be prefilled. store: one of STORE_MODES; handoff: False = no ticket (C41, NONE); mode: one of
+    HANDOFF_MODES ("push" needs PrefillAttempt.push_to as well).
 
     hit_keys: block keys of the largest hit allowed (block_keys_of), () = none, None = what the engine finds (C6).
     cache_scope: tenant salt of the block keys, 32 bytes or empty. step_cap_seconds, max_queue_wait_seconds: None = no
@@ -50,6 +52,7 @@ class PrefillOptions:
 
     store: str = "best-effort"
     handoff: bool = True
+    mode: str = "pull"
     hit_keys: tuple[bytes, ...] | None = None
     cache_scope: bytes = b""
     tenant: str = ""
@@ -62,26 +65,8 @@ class PrefillOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
-    """Right to read one prefill's KV. ticket_id is a bearer secret: never printed, never logged.
-
-    component_bytes: pe.v1.ComponentKind number -> length. record_format: "fp4" or "fp8" main KV. window_rows: rows per layer
-    of the window rings (window + rollback); both from the ticket's KvFormat, "" and 0 if it says nothing.
-    """
-
-    ticket_id: bytes = field(repr=False)
-    fingerprint: bytes
-    kv_tokens: int
-    lease_seconds: float
-    source_endpoint: str
-    component_bytes: Mapping[int, int]
-    record_format: str
-    window_rows: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
-    """What a client needs to know of an engine; digests are 32 bytes (C6)."""
+    """What a client needs to know of an engine; digests are 32 bytes (C6). format: of its hand-overs, as it sent it."""
 
     engine_id: str
     epoch: int
@@ -96,6 +81,9 @@ class ServerInfo:
     weights_digest: bytes
     tokenizer_digest: bytes
     layout_digest: bytes
+    handoff_modes: tuple[str, ...]
+    transports: tuple[str, ...]
+    format: common_pb2.KvFormat = field(repr=False)
 
 
 def build_request(
@@ -118,7 +106,7 @@ def build_request(
             top_p=options.top_p,
             seed=options.seed,
         ),
-        handoff=prefill_pb2.HandoffPlan(mode=handoff.PULL if options.handoff else handoff.NONE),
+        handoff=prefill_pb2.HandoffPlan(mode=MODE_NUMBERS[options.mode] if options.handoff else handoff.NONE),
         store=prefill_pb2.StorePlan(durability=options.store.upper().replace("-", "_")),
         events=prefill_pb2.EventOptions(timeline=True),
     )
@@ -171,6 +159,19 @@ class PrefillAttempt:
                 " the outcome of the attempt is unknown",
                 status="OK",
             )
+
+    @property
+    def key(self) -> common_pb2.AttemptKey:
+        """For a decode peer's Reserve."""
+        return self._request.key
+
+    def push_to(
+        self, target: prefill_pb2.PushTarget, *, endpoint: str, engine_id: str, early_send: bool = True
+    ) -> None:
+        """Before it is sent: the engine pushes into what this decode peer granted. endpoint: of its HandoffSink."""
+        plan = self._request.handoff
+        plan.push.CopyFrom(target)
+        plan.decode_endpoint, plan.decode_engine_id, plan.early_send = endpoint, engine_id, early_send
 
     async def finish(self) -> timeline.Completed:
         """Reads the rest of the stream. Raises CallFailed as iteration does."""
@@ -268,6 +269,9 @@ class PrefillClient:
             weights_digest=info.model.weights_digest,
             tokenizer_digest=info.model.tokenizer_digest,
             layout_digest=info.layout_digest,
+            handoff_modes=tuple(info.handoff_modes),
+            transports=tuple(info.transports),
+            format=info.formats[0] if info.formats else common_pb2.KvFormat(),
         )
 
 
@@ -319,24 +323,6 @@ def call_failed(endpoint: str, error: grpc.aio.AioRpcError) -> CallFailed:
         phase=failure.phase,
         retry_after_seconds=failure.retry_after_seconds,
         rows_computed=failure.rows_computed,
-    )
-
-
-def ticket_from_proto(ticket: prefill_pb2.Ticket) -> Ticket:
-    """Component lengths are the sums of their extents."""
-    formats = {component.kind: component for component in ticket.format.components}
-    blocks = formats.get(common_pb2.COMPONENT_KIND_BLOCK_KV, common_pb2.ComponentFormat())
-    windows = formats.get(common_pb2.COMPONENT_KIND_SWA_ENCODER, common_pb2.ComponentFormat())
-    layout = common_pb2.RecordLayout.Name(blocks.layout).removeprefix("RECORD_LAYOUT_")
-    return Ticket(
-        ticket_id=ticket.ticket_id,
-        fingerprint=ticket.format.fingerprint,
-        kv_tokens=ticket.kv_tokens,
-        lease_seconds=to_seconds(ticket.lease.ttl),
-        source_endpoint=ticket.source_endpoint,
-        component_bytes={part.kind: sum(extent.length for extent in part.region.extents) for part in ticket.regions},
-        record_format="" if layout == "UNSPECIFIED" else layout.partition("_")[0].lower(),
-        window_rows=windows.positions,
     )
 
 

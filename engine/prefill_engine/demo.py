@@ -21,7 +21,8 @@ from prefill_engine.local_engine import LocalEngine
 from prefill_engine.model.checkpoint_texts import check_texts, read_preset
 from prefill_engine.model.checkpoint_writer import checkpoint_bytes, write_checkpoint
 from prefill_engine.probe_report import ProbeReport
-from prefill_engine.takeover import Outcome, follow
+from prefill_engine.takeover import Outcome
+from prefill_engine.takeover_way import TakeOverWay, send_and_take_over
 from prefill_engine.timeline import AttemptRecord, Stage
 from prefill_plan.config import RecordFormat, ReplayConfig
 from prefill_plan.errors import PeerError, PrefillError
@@ -64,6 +65,8 @@ class TurnReport(msgspec.Struct, frozen=True, kw_only=True):
     """One turn, done and checked. problems: empty = it took the expected path and the probe agreed."""
 
     record: AttemptRecord
+    handoff_mode: str
+    handoff_transport: str
     handoff_bytes: int
     probe: ProbeReport
     probe_seconds: float
@@ -85,16 +88,17 @@ class Narrator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """restarts_engine: it is killed before the turn, and with it its window snapshots (R4)."""
+    """restarts_engine: it is killed before the turn, and with it its window snapshots (R4). mode: how its KV is handed over."""
 
     label: str
     restarts_engine: bool
+    mode: str
 
 
 _TURNS = (
-    _Turn(label="turn 1, cold", restarts_engine=False),
-    _Turn(label="turn 2, one turn longer", restarts_engine=False),
-    _Turn(label="turn 3, after the engine was killed", restarts_engine=True),
+    _Turn(label="turn 1, cold", restarts_engine=False, mode="pull"),
+    _Turn(label="turn 2, one turn longer", restarts_engine=False, mode="push"),
+    _Turn(label="turn 3, after the engine was killed", restarts_engine=True, mode="pull"),
 )
 
 
@@ -180,7 +184,7 @@ def _converse(engine: LocalEngine, prepared: Prepared, narrator: Narrator) -> tu
             window_tokens=prepared.spec.window_tokens,
             snapshot_held=snapshots.__contains__,
         )
-        report = _run_turn(turn.label, engine.endpoint, tokens, prepared.probe, expected)
+        report = _run_turn(turn, engine.endpoint, tokens, prepared.probe, expected)
         narrator.turn_done(report)
         reports.append(report)
         known_tokens = len(tokens)
@@ -190,9 +194,9 @@ def _converse(engine: LocalEngine, prepared: Prepared, narrator: Narrator) -> tu
 
 
 def _run_turn(
-    label: str, endpoint: str, tokens: list[int], probe: DecodeProbe, expected: PrefillPositions
+    turn: _Turn, endpoint: str, tokens: list[int], probe: DecodeProbe, expected: PrefillPositions
 ) -> TurnReport:
-    record, outcome = asyncio.run(_send(label, endpoint, tokens))
+    record, outcome = asyncio.run(_send(turn, endpoint, tokens))
     assert outcome.taken_over is not None, "every turn asks for a ticket"
     usage = outcome.completed.usage
     start = time.monotonic()
@@ -204,6 +208,8 @@ def _run_turn(
     )
     return TurnReport(
         record=msgspec.structs.replace(record, own_stages=(stage,)),
+        handoff_mode=turn.mode,
+        handoff_transport=outcome.taken_over.transport,
         handoff_bytes=outcome.taken_over.num_bytes,
         probe=verdict,
         probe_seconds=probe_seconds,
@@ -211,11 +217,14 @@ def _run_turn(
     )
 
 
-async def _send(label: str, endpoint: str, tokens: list[int]) -> tuple[AttemptRecord, Outcome]:
+async def _send(turn: _Turn, endpoint: str, tokens: list[int]) -> tuple[AttemptRecord, Outcome]:
     async with PrefillClient(endpoint) as client:
-        attempt = client.prefill(tokens, PrefillOptions(store="required"), timeout_seconds=_REQUEST_SECONDS)
-        outcome = await follow(attempt, endpoint=endpoint)
-    return attempt.record(label), outcome
+        info = await client.server_info()
+        options = PrefillOptions(store="required", mode=turn.mode)
+        attempt = client.prefill(tokens, options, timeout_seconds=_REQUEST_SECONDS)
+        way = TakeOverWay(mode=turn.mode, transport="tcp", model=None, store=None, kv_format=info.format)
+        outcome = await send_and_take_over(attempt, way, endpoint=endpoint)
+    return attempt.record(turn.label), outcome
 
 
 def _path_problems(outcome: Outcome, expected: PrefillPositions) -> list[str]:

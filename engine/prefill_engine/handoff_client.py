@@ -12,28 +12,44 @@ import crc32c
 import grpc
 import grpc.aio
 
-from prefill_engine.client import PROTOCOL, Ticket, call_failed, call_unary, open_channel, ticket_from_proto
-from prefill_engine.client_events import component_name, to_duration
+from prefill_engine.client import PROTOCOL, call_failed, call_unary, open_channel
+from prefill_engine.client_events import component_name, to_duration, to_seconds
+from prefill_engine.client_ticket import Ticket, ticket_from_proto
+from prefill_engine.kv.transport.contract import Transport
+from prefill_engine.peer_pull import pull_component
 from prefill_engine.rpc import common_pb2, handoff_pb2, handoff_pb2_grpc
 from prefill_plan.errors import BlockCorrupt
+
+GRPC = "grpc"
+"""The transport that every source speaks: ReadKv."""
+_STREAM = "stream"
+"""Its name in Hello and Claim."""
+PIECE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A won ticket. first_token: -1 = none. claim_id is as secret as the ticket."""
+    """A won ticket. first_token: -1 = none. claim_id is as secret as the ticket. transport: what its bytes will come by."""
 
     ticket: Ticket
     claim_id: bytes = field(repr=False)
     first_token: int
+    transport: str = GRPC
 
 
 class HandoffClient:
-    """Calls one engine's `pe.v1.HandoffSource`. engine_id and epoch name the decode peer, not the source."""
+    """Calls one engine's `pe.v1.HandoffSource`. engine_id and epoch name the decode peer, not the source.
 
-    def __init__(self, endpoint: str, *, engine_id: str, epoch: int) -> None:
+    transport: preferred to ReadKv wherever the source speaks it too; None = ReadKv only. renew_seconds: set by hello.
+    """
+
+    def __init__(self, endpoint: str, *, engine_id: str, epoch: int, transport: Transport | None = None) -> None:
         self.endpoint = endpoint
         self.engine_id = engine_id
         self.epoch = epoch
+        self.renew_seconds = 0.0
+        self._transport = transport
+        self._names = [_STREAM] if transport is None else [transport.kind, _STREAM]
         self._channel = open_channel(endpoint)
         self.stub: Any = handoff_pb2_grpc.HandoffSourceStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -52,9 +68,10 @@ class HandoffClient:
             protocol_max=PROTOCOL,
             engine_id=self.engine_id,
             epoch=self.epoch,
-            transports=["stream"],
+            transports=self._names,
         )
         reply = await call_unary(self.stub.Hello, request, endpoint=self.endpoint, timeout_seconds=timeout_seconds)
+        self.renew_seconds = to_seconds(reply.renew_every)
         return int(reply.epoch)
 
     async def claim(self, ticket: Ticket, *, timeout_seconds: float = 10.0) -> Claim:
@@ -68,13 +85,27 @@ class HandoffClient:
             engine_id=self.engine_id,
             epoch=self.epoch,
             format_fingerprint=ticket.fingerprint,
+            transports=self._names,
         )
         reply = await call_unary(self.stub.Claim, request, endpoint=self.endpoint, timeout_seconds=timeout_seconds)
+        claimed = ticket_from_proto(reply.ticket) if reply.HasField("ticket") else ticket
+        mine = self._transport is not None and claimed.component_bytes.keys() <= {
+            kind for kind, place in claimed.places.items() if place.kind == self._transport.kind
+        }
         return Claim(
-            ticket=ticket_from_proto(reply.ticket) if reply.HasField("ticket") else ticket,
+            ticket=claimed,
             claim_id=reply.claim_id,
             first_token=reply.first_token.token if reply.HasField("first_token") else -1,
+            transport=self._transport.kind if self._transport is not None and mine else GRPC,
         )
+
+    async def renew(self, claim: Claim, *, timeout_seconds: float = 10.0) -> bool:
+        """Extends the lease; False = it is lost. Raises CallFailed."""
+        request = handoff_pb2.RenewTicketsRequest(engine_id=self.engine_id, ticket_ids=[claim.ticket.ticket_id])
+        reply = await call_unary(
+            self.stub.RenewTickets, request, endpoint=self.endpoint, timeout_seconds=timeout_seconds
+        )
+        return not reply.lost
 
     async def read_component(self, claim: Claim, kind: int, *, timeout_seconds: float = 60.0) -> bytes:
         """All bytes of one component, each piece checked against its CRC32C and the total against the ticket.
@@ -100,9 +131,22 @@ class HandoffClient:
             )
         return bytes(data)
 
+    async def read(self, claim: Claim, kind: int) -> bytes:
+        """One component by the claim's transport. Raises as read_component."""
+        if claim.transport == GRPC:
+            return await self.read_component(claim, kind)
+        assert self._transport is not None
+        return await pull_component(
+            self._transport,
+            claim.ticket.places[kind],
+            num_bytes=claim.ticket.component_bytes[kind],
+            name=component_name(kind),
+            piece_seconds=PIECE_SECONDS,
+        )
+
     async def read_all(self, claim: Claim) -> dict[int, bytes]:
         """Every component of the ticket, by pe.v1.ComponentKind number. Raises as read_component."""
-        return {kind: await self.read_component(claim, kind) for kind in claim.ticket.component_bytes}
+        return {kind: await self.read(claim, kind) for kind in claim.ticket.component_bytes}
 
     async def settle(
         self, claim: Claim, *, delivered: bool, num_bytes: int, took_seconds: float, timeout_seconds: float = 10.0

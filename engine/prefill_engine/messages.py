@@ -2,10 +2,11 @@
 
 Lanes (C42), one zmq socket pair each: *submit* (front -> rank: Submit; the front counts what is in it), *control*
 (front -> rank: Cancel, Release, Stop; unbounded, never behind a submit), *data* (front <-> the rank's read server: ReadRange,
-ReadReply) and *events* (rank -> front: everything else). All times named at_ns are CLOCK_MONOTONIC nanoseconds, which is one
-clock for all processes of a machine; they never leave it.
+Expose, ReadReply) and *events* (rank -> front: everything else). All times named at_ns are CLOCK_MONOTONIC nanoseconds, which is
+one clock for all processes of a machine; they never leave it.
 """
 
+from prefill_engine.handoff_pieces import ComponentKey, PieceChecks, PushRegion
 from prefill_plan.config import Struct
 
 
@@ -42,6 +43,8 @@ class Submit(Message):
     tokens: int32 little-endian. cache_scope: tenant salt of the block keys. offered_hit: upper bound of the hit, None = whatever
     the rank finds. priority: 1 interactive, 2 standard, 3 sheddable. step_cap_ms, max_compute_rows: None = no limit.
     store: "best_effort", "required" or "skip". handoff: False = KV is freed after the store is done. arrival_ns: at the front.
+    store_only: full blocks do not travel, the store has them. push: where everything goes; () = it is pulled. early_send:
+    complete blocks may be pushed before all rows are computed.
     """
 
     attempt_id: bytes
@@ -59,6 +62,9 @@ class Submit(Message):
     store: str
     handoff: bool
     arrival_ns: int
+    store_only: bool = False
+    push: tuple[PushRegion, ...] = ()
+    early_send: bool = False
 
 
 class Cancel(Message):
@@ -88,6 +94,15 @@ class ReadRange(Message):
     length: int
 
 
+class Expose(Message):
+    """Serve a computed attempt's components on the data transport as well; answered by ReadReply without data. Ends with the
+    attempt's Release or Cancel."""
+
+    read_id: int
+    attempt_id: bytes
+    keys: tuple[ComponentKey, ...]
+
+
 class ReadReply(Message):
     """error: empty = ok. crc32c of data, computed where the bytes were read."""
 
@@ -111,7 +126,7 @@ class Progress(Message):
 
 
 class RankReady(Message):
-    """The rank can take work. Digests are 32 bytes (kv.md 2.2)."""
+    """The rank can take work. Digests are 32 bytes (kv.md 2.2). data_transport: what its data port speaks, "" = it has none."""
 
     rank: int
     kv_tokens_total: int
@@ -121,6 +136,8 @@ class RankReady(Message):
     layout_digest: bytes
     numerics_class: str
     store_kind: str
+    data_transport: str = ""
+    data_port: int = -1
 
 
 class RankFailed(Message):
@@ -205,14 +222,19 @@ class FirstTokenReady(Message):
 
 
 class Region(Struct):
-    """One component of the hand-over: pe.v1.ComponentKind number and length. Zero-length components are left out."""
+    """One component of the hand-over: pe.v1.ComponentKind number and length. Zero-length components are left out.
+
+    offset: where these bytes stand in the whole component (STORE_ONLY leaves out the full blocks).
+    """
 
     kind: int
     num_bytes: int
+    offset: int = 0
 
 
 class Computed(Message):
-    """All rows are done and every byte of the hand-over is readable. provenance 1: descends from a replay."""
+    """All rows are done and every byte of the hand-over is readable. provenance 1: descends from a replay. stored_block_keys: of
+    the full blocks, with store_only."""
 
     attempt_id: bytes
     kv_tokens: int
@@ -223,6 +245,7 @@ class Computed(Message):
     image_tokens: int
     provenance: int
     at_ns: int
+    stored_block_keys: bytes = b""
 
 
 class StoreProgress(Message):
@@ -234,6 +257,22 @@ class StoreProgress(Message):
     failed: int
     snapshots: tuple[int, ...]
     done: bool
+    at_ns: int
+
+
+class PushReport(Message):
+    """What became of a push; sent by the rank's courier, so it may overtake the step thread's messages.
+
+    state: "landed" (the peer has every byte, nothing is in flight), "failed" (it never will; "drained" follows) or "drained"
+    (nothing of it is in flight any more). reason: with failed, a name of pe.v1.ErrorReason.
+    """
+
+    attempt_id: bytes
+    state: str
+    num_bytes: int
+    reason: str
+    detail: str
+    checks: tuple[PieceChecks, ...]
     at_ns: int
 
 
@@ -315,6 +354,7 @@ FromRank = (
     | FirstTokenReady
     | Computed
     | StoreProgress
+    | PushReport
     | AttemptFailed
     | Released
     | RankLoad

@@ -61,6 +61,7 @@ class Metrics:
         self.ttft_seconds = seconds("ttft_seconds", "Arrival to first token.", ("class",))
         self.hit_shrunk = counter("hit_shrunk_total", "Hits lowered below the offer.", ("reason",))
         self.swa_source = counter("swa_source_total", "Where window state came from.", ("from",))
+        self._add_handoff(registry)
         self.kv_transfer_seconds = seconds("kv_transfer_seconds", "Claim to end of a hand-off.", ("direction",))
         self.kv_transfer_bytes = counter("kv_transfer_bytes_total", "Bytes handed over.", ("direction", "component"))
         self.kv_transfer_failures = counter(
@@ -75,3 +76,18 @@ class Metrics:
         )
         self.startup_seconds = gauge("startup_seconds", "Time of a start-up stage.", ("stage", "rank"))
         self.weight_load_bytes = gauge("weight_load_bytes", "Weight bytes loaded.", ("stage", "rank"))
+
+    def _add_handoff(self, registry: CollectorRegistry) -> None:
+        """Families of kv.md 7.7 and of pushes."""
+        self.handoff_seconds = Histogram(
+            "kv_handoff_seconds",
+            "Claim (push: ticket) to acceptance of a hand-off.",
+            ("mode", "transport"),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.grants_open = Gauge(
+            PREFIX + "grants_open",
+            "Grants of decode peers that are filled, offered or not yet let go of.",
+            registry=registry,
+        )

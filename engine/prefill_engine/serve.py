@@ -26,15 +26,17 @@ from prometheus_client import CollectorRegistry
 from prefill_engine.front.attempts import Attempts
 from prefill_engine.front.exits import Ending, judge_rank_loss, termination_json, write_termination
 from prefill_engine.front.front import Front
+from prefill_engine.front.grants import SinkCall
 from prefill_engine.front.lanes import RankLanes
 from prefill_engine.front.lifecycle import Lifecycle
 from prefill_engine.front.load import LoadBoard
 from prefill_engine.front.ports import OpenPorts, open_ports
 from prefill_engine.front.rank_process import RankProcess
 from prefill_engine.front.served_model import EngineIdentity, ServedModel, build_served_model
+from prefill_engine.front.sink_calls import SinkCaller
 from prefill_engine.front.socket_dir import make_socket_dir
 from prefill_engine.front.telemetry import Telemetry
-from prefill_engine.front.tickets import Tickets
+from prefill_engine.front.tickets import Ticket, Tickets
 from prefill_engine.messages import RankArgs, RankReady, ToRank
 from prefill_engine.metrics import Metrics
 from prefill_engine.settings import HostIdentity
@@ -135,6 +137,7 @@ async def _serve(config: EngineConfig, spec: ModelSpec, host: HostIdentity, opti
             process.kill()
         if ports is not None:
             await ports.close()
+        await front.sink_caller.close()
         for lanes in front.lanes.values():
             lanes.close()
         context.term()
@@ -163,6 +166,9 @@ def build_front(
     def send(rank: int, message: ToRank) -> None:
         lanes[rank].send(message)
 
+    def call_sink(call: SinkCall, ticket: Ticket | None) -> None:
+        front.sink_caller.start(call, ticket, front.served)
+
     lifecycle = Lifecycle(
         limits=config.server,
         ranks=tuple(lanes),
@@ -177,6 +183,7 @@ def build_front(
         new_id=new_id,
         wait_of=board.wait_seconds,
         observer=telemetry,
+        call_sink=call_sink,
     )
 
     def build_served(ranks: Sequence[RankReady], endpoint: str) -> ServedModel:
@@ -189,9 +196,16 @@ def build_front(
         )
         return build_served_model(config, spec, identity=identity, ranks=ranks)
 
-    return Front(
-        lanes=lanes, lifecycle=lifecycle, board=board, telemetry=telemetry, build_served=build_served, clock=clock
+    front = Front(
+        lanes=lanes,
+        lifecycle=lifecycle,
+        board=board,
+        telemetry=telemetry,
+        build_served=build_served,
+        sink_caller=SinkCaller(lifecycle.sink_answered),
+        clock=clock,
     )
+    return front
 
 
 def new_id() -> bytes:

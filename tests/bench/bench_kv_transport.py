@@ -23,8 +23,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from prefill_engine.kv.transport.base import PullState, Source, Transport
 from prefill_engine.kv.transport.choose import build_transport
+from prefill_engine.kv.transport.contract import PullState, Source, Transport
 from prefill_engine.kv.transport.nixl_agent import load_library
 from prefill_plan.errors import ConfigError
 from prefill_plan.kvd_config import TlsConfig, TransportConfig, TransportKind

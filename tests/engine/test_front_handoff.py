@@ -207,3 +207,82 @@ def test_rank_that_dies_during_a_read_fails_the_read():
         assert (failure.reason, failure.code) == ("RANK_LOST", grpc.StatusCode.UNAVAILABLE)
 
     play(scenario)
+
+
+def play_with_data_port(scenario: Scenario) -> None:
+    """As play, on an engine whose rank has a data transport."""
+
+    async def run() -> None:
+        async with engine_rig(tiny_config(), data_port=7001) as rig:
+            call = rig.stub.Prefill(prefill_request())
+            ticket = (await next_of(call, "ticket")).ticket
+            await asyncio.wait_for(scenario(rig, ticket), 15)
+            call.cancel()
+
+    asyncio.run(run())
+
+
+def claim_by(rig: Rig, ticket: prefill_pb2.Ticket, *transports: str) -> Awaitable[handoff_pb2.ClaimTicketResponse]:
+    return rig.source.Claim(
+        handoff_pb2.ClaimTicketRequest(ticket_id=ticket.ticket_id, engine_id="d1", epoch=1, transports=transports)
+    )
+
+
+def test_hello_chooses_the_data_transport_when_both_speak_it():
+    async def scenario(rig: Rig, ticket: prefill_pb2.Ticket) -> None:
+        for transports, chosen in (["tcp", "stream"], "tcp"), (["stream"], "stream"), ([], "stream"):
+            hello = handoff_pb2.HelloRequest(protocol_min=1, protocol_max=1, transports=transports)
+            assert (await rig.source.Hello(hello)).transport == chosen
+
+    play_with_data_port(scenario)
+
+
+def test_keys_of_the_data_transport_go_to_the_winner_of_the_claim_only():
+    async def scenario(rig: Rig, ticket: prefill_pb2.Ticket) -> None:
+        assert all(not part.alternatives for part in ticket.regions)
+        claimed = (await claim_by(rig, ticket, "tcp", "stream")).ticket
+        places = [part.alternatives[0].peer for part in claimed.regions]
+        assert {(place.kind, place.endpoint) for place in places} == {("tcp", "127.0.0.1:7001")}
+        keys = [place.key for place in places]
+        assert {len(key) for key in keys} == {32}
+        assert len(set(keys)) == len(keys) == len(REGIONS)
+        assert [named.key for named in rig.ranks[0].exposed[0].keys] == keys
+
+    play_with_data_port(scenario)
+
+
+def test_repeated_claims_get_the_same_keys():
+    async def scenario(rig: Rig, ticket: prefill_pb2.Ticket) -> None:
+        first, second = await asyncio.gather(*(claim_by(rig, ticket, "tcp") for _ in range(2)))
+        assert first.ticket.regions == second.ticket.regions
+
+    play_with_data_port(scenario)
+
+
+def test_peer_that_speaks_grpc_only_is_given_no_keys():
+    async def scenario(rig: Rig, ticket: prefill_pb2.Ticket) -> None:
+        claimed = (await claim_by(rig, ticket, "stream")).ticket
+        assert all(not part.alternatives for part in claimed.regions)
+        assert rig.ranks[0].exposed == []
+
+    play_with_data_port(scenario)
+
+
+def test_delivery_over_the_data_transport_is_counted_by_mode_and_transport():
+    async def scenario(rig: Rig, ticket: prefill_pb2.Ticket) -> None:
+        claimed = await claim_by(rig, ticket, "tcp")
+        request = handoff_pb2.SettleRequest(
+            ticket_id=ticket.ticket_id, claim_id=claimed.claim_id, delivered=True, bytes=1 << 40
+        )
+        assert (await rig.source.Settle(request)).still_owned
+        labels = {"mode": "pull", "transport": "tcp"}
+        assert rig.registry.get_sample_value("kv_handoff_seconds_count", labels) == 1
+        sent = rig.registry.get_sample_value(
+            "pe_kv_transfer_bytes_total", {"direction": "out", "component": "block_kv"}
+        )
+        assert sent == len(component_bytes(BLOCK_KV))
+        record = rig.front.lifecycle.tickets.find(ticket.ticket_id)
+        assert record is not None
+        assert record.bytes_read == record.num_bytes  # never more than there was
+
+    play_with_data_port(scenario)

@@ -94,7 +94,7 @@ def test_lockstep_efficiency_is_the_mean_over_the_fullest_rank(registry: Collect
         assert load.step is not None
         telemetry.rank_load(structs.replace(load, step=structs.replace(load.step, encoder_rows=rows)))
     view = board.view(now=1.0, draining=False, working_since={}, tickets_open={})
-    telemetry.refresh(view, rows_waiting={(0, 2): 70}, wait_seconds=0.5)
+    telemetry.refresh(view, rows_waiting={(0, 2): 70}, wait_seconds=0.5, grants_open=0)
     assert registry.get_sample_value("pe_lockstep_efficiency_ratio") == pytest.approx(0.75)
     assert registry.get_sample_value("pe_rows_waiting", {"rank": "0", "class": "standard"}) == 70
     assert registry.get_sample_value("pe_predicted_wait_seconds") == 0.5

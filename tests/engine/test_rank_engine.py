@@ -170,7 +170,7 @@ def test_store_skip_writes_nothing(rank: RankHarness) -> None:
     rank.submit(submit)
     rank.run_until(lambda: rank.is_released(submit))
     assert rank.event(submit, StoreProgress).total == 0
-    assert rank.loop._store.counters()["writes"] == 0
+    assert rank.source.counters()["store_writes"] == 0
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_nonfinite_logits_fail_the_attempt_and_publish_nothing(
     rank.run_until(lambda: rank.is_released(submit))
     rank.assert_nothing_held()
     assert rank.kv.blocks.num_cached == 0
-    assert rank.loop._store.counters()["writes"] == 0
+    assert rank.source.counters()["store_writes"] == 0
 
 
 def test_concurrent_attempts_share_steps_and_give_the_bytes_of_lone_runs(rank: RankHarness) -> None:
@@ -318,10 +318,10 @@ def test_replayed_rows_never_get_a_store_slot_beyond_new_blocks(rank: RankHarnes
     rank.finish(first, until=Computed)
     settle(rank, first)
     rank.kv.states.drop_all()
-    written = rank.loop._store.counters()["writes"]
+    written = rank.source.counters()["store_writes"]
     rank.finish(second, until=Computed)
     settle(rank, second)
-    assert rank.loop._store.counters()["writes"] - written == 1  # blocks 0..2 are the hit, block 3 is new
+    assert rank.source.counters()["store_writes"] - written == 1  # blocks 0..2 are the hit, block 3 is new
 
 
 def test_hit_blocks_that_never_reached_the_store_are_stored_by_the_next_attempt(rank: RankHarness) -> None:
@@ -335,7 +335,7 @@ def test_hit_blocks_that_never_reached_the_store_are_stored_by_the_next_attempt(
     settle(rank, second)
     store = rank.event(second, StoreProgress)
     assert (rank.event(second, Computed).cached_tokens, store.committed, store.total) == (256, 3, 3)
-    assert rank.loop._store.count_present(rank_keys(rank, second)) == 3
+    assert rank.source._store.count_present(rank_keys(rank, second)) == 3
 
 
 def rank_keys(rank: RankHarness, submit: Submit) -> tuple[BlockKey, ...]:

@@ -1,7 +1,5 @@
 """Small parts of a rank: sampling, component ranges, exports, exit codes, store threads."""
 
-import threading
-
 import crc32c
 import msgspec
 import pytest
@@ -9,11 +7,12 @@ import torch
 
 from prefill_engine.kv.store import StoredBlock
 from prefill_engine.messages import ReadRange, Sampling
+from prefill_engine.rank.block_source import Load, LoadDone, LookUp, LookupDone, WriteDone, WriteItem
 from prefill_engine.rank.build import build_rank
 from prefill_engine.rank.errors_at_exit import InjectedFault, describe_failure, parse_fault
 from prefill_engine.rank.read_server import Component, ReadServer
 from prefill_engine.rank.sampling import sample_token
-from prefill_engine.rank.store_worker import LoadDone, LookupDone, StoreWorker, WriteDone, WriteItem
+from prefill_engine.rank.store_worker import StoreWorker
 from prefill_plan.block_keys import BlockKey
 from prefill_plan.config import EngineConfig, ParallelConfig, ReplayConfig
 from prefill_plan.errors import CheckpointError, ConfigError, PlanError, StoreUnavailable
@@ -149,18 +148,16 @@ class FailingStore:
 
 
 def test_store_worker_turns_every_failure_into_a_miss_and_says_so() -> None:
-    lost = threading.Event()
-    worker = StoreWorker(
-        FailingStore(), block_view=lambda _slot: memoryview(bytearray(4)), wake=lambda: None, store_lost=lost.set
-    )
+    worker = StoreWorker(FailingStore(), block_view=lambda _slot: memoryview(bytearray(4)), wake=lambda: None)
+    assert worker.is_ok
     key = BlockKey(b"k" * 32)
-    worker.look_up(b"a", [key])
+    assert worker.look_up(LookUp(attempt_id=b"a", keys=(key,), resident_blocks=0, tenant="t"))
     assert worker.completions.get(timeout=10) == LookupDone(attempt_id=b"a", present=0)
-    worker.load(b"a", [(key, 0)])
+    assert worker.load(Load(attempt_id=b"a", keys=(key,), first_block=0, slots=(0,), tenant="t"))
     loaded = worker.completions.get(timeout=10)
     assert isinstance(loaded, LoadDone)
     assert loaded.provenances == ()
-    worker.write(b"a", [WriteItem(key=key, slot=s, block_index=s, provenance=0) for s in (4, 5)])
+    worker.write(b"a", [WriteItem(key=key, slot=s, block_index=s, provenance=0) for s in (4, 5)], tenant="t")
     assert worker.completions.get(timeout=10) == WriteDone(attempt_id=b"a", committed=0, failed=2, slots=(4, 5))
-    assert lost.is_set()
+    assert worker.is_lost
     worker.stop()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from prefill_engine.kv.transport.base import PullState, Source, Transport
 from prefill_engine.kv.transport.choose import build_transport
+from prefill_engine.kv.transport.contract import PullState, Source, Transport
 from prefill_engine.kv.transport.loop import LoopHub, LoopTransport
 from prefill_engine.kv.transport.nixl_agent import load_library
 from prefill_plan.errors import ConfigError

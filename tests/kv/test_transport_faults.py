@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from prefill_engine.kv.transport.base import PullState, Transport
 from prefill_engine.kv.transport.choose import build_transport
+from prefill_engine.kv.transport.contract import PullState, Transport
 from prefill_engine.kv.transport.nixl_agent import LIBRARIES, load_library
 from prefill_engine.kv.transport.rdma import find_devices
 from prefill_plan.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_engine.kv.transport.base import PullOutcome, PullState, Source
+from prefill_engine.kv.transport.contract import PullOutcome, PullState, Source
 from prefill_engine.kv.transport.frame import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,

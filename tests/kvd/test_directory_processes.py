@@ -14,8 +14,8 @@ import pytest
 
 from prefill_engine.kv.directory import Holder
 from prefill_engine.kv.segments import SegmentInfo
-from prefill_engine.kv.transport.base import PullState
 from prefill_engine.kv.transport.choose import build_transport
+from prefill_engine.kv.transport.contract import PullState
 from prefill_engine.kvd.directory_client import RemoteDirectory
 from prefill_plan.block_keys import BlockKey
 from prefill_plan.kvd_config import DirectoryConfig, TlsConfig, TransportConfig

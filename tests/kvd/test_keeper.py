@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from prefill_engine.kv.directory import Holder
 from prefill_engine.kv.pool_memory import LeaseState, PoolGeometry, PoolMemory, SnapshotState
-from prefill_engine.kv.transport.base import PullState
+from prefill_engine.kv.transport.contract import PullState
 from prefill_engine.kvd.commits import SlotKey
 from prefill_engine.kvd.directory_local import LocalDirectory, new_local_state
 from prefill_engine.kvd.keeper import Keeper

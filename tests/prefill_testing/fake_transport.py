@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prefill_engine.kv.transport.base import PullOutcome, PullState, Source
+from prefill_engine.kv.transport.contract import PullOutcome, PullState, Source
 
 
 @dataclass(slots=True)

@@ -24,8 +24,8 @@ import msgspec
 
 from prefill_engine.kv.directory import Holder
 from prefill_engine.kv.snapshot_record import SnapshotCodec
-from prefill_engine.kv.transport.base import Source
 from prefill_engine.kv.transport.choose import build_transport
+from prefill_engine.kv.transport.contract import Source
 from prefill_engine.kvd.directory_client import RemoteDirectory
 from prefill_plan.block_keys import BlockKey, snapshot_key
 from prefill_plan.kvd_config import DirectoryConfig, TlsConfig, TransportConfig

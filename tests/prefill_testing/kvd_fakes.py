@@ -8,7 +8,7 @@ from prefill_engine.kv.pool_memory import PoolGeometry
 from prefill_engine.kv.record import RecordCodec
 from prefill_engine.kv.segments import ReadJob, RecordWrite, SegmentInfo
 from prefill_engine.kv.snapshot_record import SnapshotCodec
-from prefill_engine.kv.transport.base import PullOutcome, PullState, Source
+from prefill_engine.kv.transport.contract import PullOutcome, PullState, Source
 from prefill_engine.kvd.block_reads import check_records
 from prefill_plan.block_keys import BlockKey, snapshot_key
 from prefill_plan.errors import StoreUnavailable

@@ -39,7 +39,8 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class KvdProcess:
-    """`prefill-engine kv serve`. folder: for socket, pool and store. settings: KvdConfig overrides."""
+    """`prefill-engine kv serve`. folder: for socket, pool and store. wrapper: a command that executes it. settings: KvdConfig
+    overrides."""
 
     def __init__(
         self,
@@ -48,10 +49,12 @@ class KvdProcess:
         geometry: PoolGeometry = GEOMETRY,
         start: bool = True,
         pod: str = "pod-1",
+        wrapper: Sequence[str] = (),
         **settings: object,
     ) -> None:
         self.folder = folder
         self._pod = pod
+        self._wrapper = wrapper
         snapshot_bytes = NUM_SNAPSHOTS * geometry.snapshot_record_bytes
         config: dict[str, object] = {
             "socket": f"{folder}/kvd.sock",
@@ -75,7 +78,7 @@ class KvdProcess:
         environ = {**os.environ, "POD_NAME": self._pod, "OMP_NUM_THREADS": "1"}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "prefill_engine", "kv", "serve", "--config", str(config)],
+                [*self._wrapper, sys.executable, "-m", "prefill_engine", "kv", "serve", "--config", str(config)],
                 stdout=subprocess.PIPE if expect_ready else subprocess.DEVNULL,
                 stderr=log,
                 text=True,

@@ -77,7 +77,9 @@ class PrintingNarrator(Narrator):
         style = self._style
         say("")
         say(render_timeline(turn.record, style=style))
-        self._row("hand-over", f"{format_bytes(turn.handoff_bytes)} read by a decode peer, checksums right, lease held")
+        how = "pushed into a decode peer's memory, accepted" if turn.handoff_mode == "push" else "pulled, lease held"
+        num_bytes = format_bytes(turn.handoff_bytes)
+        self._row("hand-over", f"{num_bytes} by {turn.handoff_transport}: {how}; checksums right")
         verdict, distance = describe_probe(turn.probe)
         colour = style.bad if turn.probe.problems else style.good
         self._row("probe", f"{colour}{verdict}{style.reset}")

@@ -14,8 +14,10 @@ from pathlib import Path
 import msgspec
 
 from prefill_engine.client import PRIORITIES, STORE_MODES, PrefillAttempt, PrefillClient, PrefillOptions, block_keys_of
+from prefill_engine.client_ticket import HANDOFF_MODES
 from prefill_engine.probe_report import ProbeReport, describe_probe
-from prefill_engine.takeover import Outcome, TakenOver, follow
+from prefill_engine.takeover import Outcome, TakenOver
+from prefill_engine.takeover_way import TRANSPORTS, TakeOverWay, send_and_take_over
 from prefill_engine.timeline import (
     PLAIN_STYLE,
     TERMINAL_STYLE,
@@ -41,6 +43,8 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     attempt: AttemptRecord
     handoff_bytes: int
+    handoff_transport: str
+    stored_bytes: int
     probe: ProbeReport | None
 
 
@@ -62,10 +66,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of the engine's model")
     parser.add_argument(
         "--handoff",
-        choices=("none", "pull"),
+        choices=("none", *HANDOFF_MODES),
         default="none",
         help="none: no ticket, KV is freed after the store (default); pull: take the hand-off over as a decode peer "
-        "would: claim, read everything with checksums, settle",
+        "would: claim, read everything with checksums, settle; push: grant memory to the engine, which pushes into it; "
+        "store-only: read the full blocks from --block-store, the rest as with pull",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default=TRANSPORTS[0],
+        help="how the bytes of a hand-off come: auto: the data transport where the engine has one, else gRPC (default); "
+        "tcp: the data transport or nothing; grpc: ReadKv",
+    )
+    parser.add_argument(
+        "--block-store",
+        type=Path,
+        metavar="DIR",
+        help="the engine's file store as mounted here, for --handoff store-only (with --model)",
     )
     parser.add_argument(
         "--probe",
@@ -73,7 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --model: take the hand-off over, compute the next token from the handed bytes alone and hold it "
         "against a run of our own (greedy requests; on a small model)",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint directory for --probe")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint directory for --probe and --handoff store-only"
+    )
     parser.add_argument(
         "--store", choices=STORE_MODES, default=STORE_MODES[0], help="what to do with new blocks (default: %(default)s)"
     )
@@ -112,6 +132,8 @@ def cmd_request(args: argparse.Namespace) -> int:
         error=failure,
         attempt=record,
         handoff_bytes=taken.num_bytes if taken is not None else 0,
+        handoff_transport=taken.transport if taken is not None else "",
+        stored_bytes=taken.stored_bytes if taken is not None else 0,
         probe=probe,
     )
     _print_report(args, report)
@@ -121,7 +143,9 @@ def cmd_request(args: argparse.Namespace) -> int:
 
 
 async def _send(args: argparse.Namespace, token_ids: list[int]) -> _Run:
-    options = PrefillOptions(store=args.store, handoff=args.handoff == "pull" or args.probe, priority=args.priority)
+    mode = "pull" if args.handoff == "none" else args.handoff
+    handoff = args.handoff != "none" or args.probe
+    options = PrefillOptions(store=args.store, handoff=handoff, mode=mode, priority=args.priority)
     attempt: PrefillAttempt | None = None
     outcome, keep_tokens, error, error_exit = None, 0, "", 0
     async with PrefillClient(args.endpoint) as client:
@@ -132,11 +156,14 @@ async def _send(args: argparse.Namespace, token_ids: list[int]) -> _Run:
                 keys = block_keys_of(info, token_ids, cache_scope=options.cache_scope)
                 options = dataclasses.replace(options, hit_keys=keys[: args.hit_tokens // BLOCK_TOKENS])
             attempt = client.prefill(token_ids, options, timeout_seconds=args.timeout_seconds)
-            outcome = await follow(attempt, endpoint=args.endpoint)
+            way = TakeOverWay(
+                mode=mode, transport=args.transport, model=args.model, store=args.block_store, kv_format=info.format
+            )
+            outcome = await send_and_take_over(attempt, way, endpoint=args.endpoint)
         except CallFailed as failure:
             error, error_exit = str(failure), 2 if failure.status in _USER_STATUS else 1
         except PrefillError as failure:
-            error, error_exit = str(failure), 1
+            error, error_exit = str(failure), 2 if isinstance(failure, ConfigError) else 1
     record = AttemptRecord(
         label=_LABEL, request_id="", prompt_tokens=len(token_ids), sent_at_seconds=0.0, events=(), error=error
     )
@@ -171,6 +198,13 @@ def _probe(args: argparse.Namespace, run: _Run, taken: TakenOver, token_ids: lis
 
 
 def _check_options(args: argparse.Namespace) -> None:
+    if args.handoff == "push" and args.transport == "grpc":
+        raise ConfigError("--handoff push needs a data transport, gRPC cannot push; nothing was sent")
+    if args.handoff == "store-only" and (args.block_store is None or args.model is None):
+        raise ConfigError(
+            "--handoff store-only needs --block-store DIR, the engine's file store as mounted here, and --model DIR; "
+            "nothing was sent"
+        )
     if args.probe and args.model is None:
         raise ConfigError("--probe needs --model DIR, the checkpoint that the engine serves; nothing was sent")
     if args.hit_tokens is not None and (args.hit_tokens < 0 or args.hit_tokens % BLOCK_TOKENS):
@@ -218,7 +252,12 @@ def _print_report(args: argparse.Namespace, report: RequestReport) -> None:
     style: Style = TERMINAL_STYLE if sys.stdout.isatty() else PLAIN_STYLE
     print(render_timeline(report.attempt, style=style))
     if report.handoff_bytes:
-        print(f"  hand-over  {format_bytes(report.handoff_bytes)} read, checksums right, lease held")
+        how = f"pushed to us by {report.handoff_transport}, checksums right, accepted"
+        if args.handoff != "push":
+            how = f"read by {report.handoff_transport}, checksums right, lease held"
+        print(f"  hand-over  {format_bytes(report.handoff_bytes)} {how}")
+    if report.stored_bytes:
+        print(f"  {'':<10} {format_bytes(report.stored_bytes)} of full blocks read from the store, verified by key")
     if report.probe is not None:
         verdict, distance = describe_probe(report.probe)
         print(f"  probe      {verdict}\n  {'':<10} {distance}")

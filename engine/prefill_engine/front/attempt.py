@@ -88,7 +88,8 @@ class Attempt:
     def needs_ticket(self) -> bool:
         """Everything is there that a ticket stands for (first token included; with store REQUIRED the commit too)."""
         has_token = self.first_token is not None or not self.call.sampling.sample
-        stored = self.store_done or self.call.store != "required"
+        # A store-only ticket stands for blocks that the peer will look for in the store.
+        stored = self.store_done or (self.call.store != "required" and self.call.mode != "store_only")
         return self.computed is not None and self.call.handoff and self.ticket is None and has_token and stored
 
     @property

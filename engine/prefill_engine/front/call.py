@@ -5,9 +5,23 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from prefill_engine.handoff_pieces import PushRegion
 from prefill_engine.messages import ImageItem, Sampling, Submit
 
 PRIORITY_NAMES = ("interactive", "standard", "sheddable")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushPlan:
+    """Where a decode peer wants the hand-over pushed (HandoffPlan.PUSH). endpoint: of its HandoffSink. grant_id: as secret as a
+    ticket. lease_seconds: of the grant, renewed while the push goes on."""
+
+    endpoint: str
+    engine_id: str
+    grant_id: bytes
+    lease_seconds: float
+    regions: tuple[PushRegion, ...]
+    early_send: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +29,9 @@ class PrefillCall:
     """One attempt as asked for.
 
     tokens: int32 little-endian; emptied once the rank has them. offered_hit: None without a HitPlan. store: "best_effort",
-    "required" or "skip". handoff: False = no ticket (HandoffPlan NONE). ticket_ttl_seconds, ttft_target_seconds,
-    max_queue_wait_seconds, max_compute_rows, step_cap_ms: None = not asked for. digest: of all that makes the content (C45).
+    "required" or "skip". handoff: False = no ticket (HandoffPlan NONE). mode: "pull", "push" or "store_only".
+    push: with mode "push". ticket_ttl_seconds, ttft_target_seconds, max_queue_wait_seconds, max_compute_rows, step_cap_ms: None =
+    not asked for. digest: of all that makes the content (C45).
     """
 
     request_id: str
@@ -41,6 +56,8 @@ class PrefillCall:
     store: str
     progress_gap_seconds: float
     wants_timeline: bool
+    mode: str = "pull"
+    push: PushPlan | None = None
 
     def submit_message(self, *, arrival_ns: int) -> Submit:
         """What the rank is told. arrival_ns: CLOCK_MONOTONIC."""
@@ -60,6 +77,9 @@ class PrefillCall:
             store=self.store,
             handoff=self.handoff,
             arrival_ns=arrival_ns,
+            store_only=self.mode == "store_only",
+            push=self.push.regions if self.push is not None else (),
+            early_send=self.push is not None and self.push.early_send,
         )
 
 

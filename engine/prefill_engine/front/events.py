@@ -55,7 +55,8 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TicketOffer:
-    """A ticket as its receiver sees it. ttl_seconds counts from receipt. The ids are bearer secrets: never in logs."""
+    """A ticket as its receiver sees it. ttl_seconds counts from receipt. The ids are bearer secrets: never in logs. mode: as
+    PrefillCall."""
 
     ticket_id: bytes
     lease_id: bytes
@@ -63,6 +64,7 @@ class TicketOffer:
     ttl_seconds: float
     kv_tokens: int
     regions: tuple[Region, ...]
+    mode: str = "pull"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from prefill_engine.front.lifecycle import Lifecycle
 from prefill_engine.front.load import LoadBoard, LoadView
 from prefill_engine.front.rank_process import RankProcess
 from prefill_engine.front.served_model import ServedModel
+from prefill_engine.front.sink_calls import SinkCaller
 from prefill_engine.front.telemetry import Telemetry
 from prefill_engine.messages import Beat, FromRank, Progress, RankFailed, RankLoad, RankReady, Stop
 from prefill_engine.rpc.status import refuse
@@ -40,12 +41,14 @@ class Front:
         board: LoadBoard,
         telemetry: Telemetry,
         build_served: Callable[[Sequence[RankReady], str], ServedModel],
+        sink_caller: SinkCaller,
         clock: Callable[[], float],
     ) -> None:
         self.lanes = lanes
         self.lifecycle = lifecycle
         self.board = board
         self.telemetry = telemetry
+        self.sink_caller = sink_caller
         self.clock = clock
         self.endpoint = ""
         self.ready = asyncio.Event()
@@ -163,7 +166,8 @@ class Front:
             for attempt in self.lifecycle.attempts.live():
                 rows[attempt.rank, attempt.call.priority] += attempt.rows_left
             wait = min(self.board.wait_seconds(rank) for rank in self.lanes)
-            self.telemetry.refresh(self.view(), rows_waiting=rows, wait_seconds=wait)
+            grants = self.lifecycle.grants.num_open
+            self.telemetry.refresh(self.view(), rows_waiting=rows, wait_seconds=wait, grants_open=grants)
             await asyncio.sleep(REFRESH_SECONDS)
 
     async def _all_reported(self, processes: Sequence[RankProcess]) -> None:

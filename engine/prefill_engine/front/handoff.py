@@ -4,17 +4,20 @@ The trap: the lease is judged before every piece, so that nothing is sent of mem
 """
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from prefill_engine.front.front import Front
 from prefill_engine.front.lanes import RankLanes
-from prefill_engine.front.served_model import PROTOCOL_MAX, PROTOCOL_MIN
+from prefill_engine.front.served_model import PROTOCOL_MAX, PROTOCOL_MIN, ServedModel
 from prefill_engine.front.tickets import Ticket
+from prefill_engine.handoff_pieces import KEY_BYTES, ComponentKey
 from prefill_engine.messages import ReadReply
 from prefill_engine.rpc import common_pb2, handoff_pb2, handoff_pb2_grpc
-from prefill_engine.rpc.convert import TRANSPORT, first_token_message, format_message, ticket_message, to_duration
-from prefill_engine.rpc.parse import check_format
+from prefill_engine.rpc.convert import TRANSPORT, first_token_message, format_message, to_duration
+from prefill_engine.rpc.convert_handoff import claimed_ticket_message
+from prefill_engine.rpc.parse_handoff import check_format
 from prefill_engine.rpc.status import Context, Failure, ServingFailure, abort_with, refuse
 from prefill_plan.errors import PeerError
 
@@ -38,8 +41,10 @@ class HandoffSourceService(handoff_pb2_grpc.HandoffSourceServicer):
             served = self._front.served
             if request.protocol_max < PROTOCOL_MIN:
                 refuse("PROTOCOL_TOO_OLD", f"protocol up to {request.protocol_max}, this engine needs {PROTOCOL_MIN}")
-            if request.transports and TRANSPORT not in request.transports:
-                refuse("TRANSPORT_UNSUPPORTED", f"no common transport; this engine serves {TRANSPORT}")
+            ours = (served.data_transport, TRANSPORT) if served.data_transport else (TRANSPORT,)
+            common = [name for name in ours if name in (request.transports or (TRANSPORT,))]
+            if not common:
+                refuse("TRANSPORT_UNSUPPORTED", f"no common transport; this engine serves {', '.join(ours)}")
             readable = [peer.fingerprint for peer in request.readable]
             if readable and served.format.fingerprint not in readable:
                 check_format(readable[0], served)
@@ -50,7 +55,7 @@ class HandoffSourceService(handoff_pb2_grpc.HandoffSourceServicer):
             engine_id=served.identity.engine_id,
             epoch=served.identity.epoch,
             chosen=format_message(served.format),
-            transport=TRANSPORT,
+            transport=common[0],
             renew_every=to_duration(self._ticket_seconds / _RENEWALS_PER_LEASE),
         )
 
@@ -68,15 +73,30 @@ class HandoffSourceService(handoff_pb2_grpc.HandoffSourceServicer):
                 claim_id=self._new_id(),
                 now=now,
             )
+            lifecycle.handoff_changed(ticket)
+            if served.data_transport and served.data_transport in request.transports:
+                await self._expose(ticket, served)
         except ServingFailure as error:
             await abort_with(context, error.failure)
-        lifecycle.handoff_changed(ticket)
         first = ticket.first_token
         return handoff_pb2.ClaimTicketResponse(
-            ticket=ticket_message(ticket.offer(now), served=served),
+            ticket=claimed_ticket_message(ticket, now=now, served=served),
             first_token=None if first is None else first_token_message(first),
             claim_id=ticket.claim_id,
         )
+
+    async def _expose(self, ticket: Ticket, served: ServedModel) -> None:
+        """Keys for the data transport, once per claim; they end with the attempt on its rank."""
+        if ticket.keys:
+            return
+        keys = tuple(ComponentKey(kind=region.kind, key=secrets.token_bytes(KEY_BYTES)) for region in ticket.regions)
+        lanes = self._front.lanes[ticket.rank]
+        reply = await _reply_of(asyncio.ensure_future(lanes.expose(ticket.attempt_id, keys)), lanes)
+        if reply.error:
+            refuse("TICKET_GONE", f"the hand-off ended while it was claimed ({ticket.state.value})")
+        if not ticket.keys:
+            ticket.keys = keys
+            ticket.transport = served.data_transport
 
     async def RenewTickets(
         self, request: handoff_pb2.RenewTicketsRequest, context: Context
@@ -99,6 +119,9 @@ class HandoffSourceService(handoff_pb2_grpc.HandoffSourceServicer):
             request.ticket_id, claim_id=request.claim_id, delivered=request.delivered, now=self._front.clock()
         )
         if ticket is not None and was_open and not ticket.is_open:
+            if owned:
+                # Bytes that went over the data transport are known to their reader only.
+                ticket.bytes_read = max(ticket.bytes_read, min(request.bytes, ticket.num_bytes))
             lifecycle.handoff_changed(ticket)
         return handoff_pb2.SettleResponse(still_owned=owned)
 

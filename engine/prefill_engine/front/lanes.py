@@ -6,13 +6,14 @@ trap: a PUSH socket without a connected peer refuses to send, so the rank must h
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from prefill_engine.messages import FromRank, ReadRange, ReadReply, Submit, ToRank, lane_address
+from prefill_engine.handoff_pieces import ComponentKey
+from prefill_engine.messages import Expose, FromRank, ReadRange, ReadReply, Submit, ToRank, lane_address
 from prefill_plan.errors import PeerError
 
 
@@ -61,6 +62,19 @@ class RankLanes:
         Raises:
             PeerError: the rank is gone.
         """
+        return await self._ask(
+            lambda read_id: ReadRange(read_id=read_id, attempt_id=attempt_id, kind=kind, offset=offset, length=length)
+        )
+
+    async def expose(self, attempt_id: bytes, keys: tuple[ComponentKey, ...]) -> ReadReply:
+        """Makes a computed attempt's components findable on the rank's data transport.
+
+        Raises:
+            PeerError: the rank is gone.
+        """
+        return await self._ask(lambda read_id: Expose(read_id=read_id, attempt_id=attempt_id, keys=keys))
+
+    async def _ask(self, build: Callable[[int], ReadRange | Expose]) -> ReadReply:
         if self._is_lost:
             raise PeerError(f"rank {self.rank} is gone")
         self._next_read_id += 1
@@ -68,8 +82,7 @@ class RankLanes:
         future: asyncio.Future[ReadReply] = asyncio.get_running_loop().create_future()
         self._reads[read_id] = future
         try:
-            request = ReadRange(read_id=read_id, attempt_id=attempt_id, kind=kind, offset=offset, length=length)
-            await self._data.send(self._encoder.encode(request))
+            await self._data.send(self._encoder.encode(build(read_id)))
             return await future
         finally:
             del self._reads[read_id]

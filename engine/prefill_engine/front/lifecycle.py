@@ -17,12 +17,26 @@ from prefill_engine.front.binding import RankQueue, choose_rank, queue_refusal
 from prefill_engine.front.call import PrefillCall
 from prefill_engine.front.drain import Drain, DrainStatus
 from prefill_engine.front.event_log import EventLog
-from prefill_engine.front.tickets import Ticket, Tickets
-from prefill_engine.messages import AttemptFailed, Cancel, Release, Released, Resolved, StoreProgress, ToRank
+from prefill_engine.front.grants import CallKind, Effect, Grants, SinkAnswer, SinkCall
+from prefill_engine.front.tickets import Ticket, Tickets, TicketState
+from prefill_engine.messages import (
+    AttemptFailed,
+    Cancel,
+    PushReport,
+    Release,
+    Released,
+    Resolved,
+    StoreProgress,
+    ToRank,
+)
 from prefill_engine.rpc.status import Failure, ServingFailure
 from prefill_plan.config import ServerConfig
 
-AttemptMessage = Progress | AttemptFailed | Released
+AttemptMessage = Progress | AttemptFailed | Released | PushReport
+
+
+_ABANDON_GRACE_SECONDS = 1.0
+"""After a drain's end: time for the decode peers that were pushed to to hear of it."""
 
 
 class Observer(Protocol):
@@ -35,7 +49,8 @@ class Observer(Protocol):
 
 
 class Lifecycle:
-    """Owner of the life of every attempt. clock: monotonic seconds. new_id: 16 random bytes. wait_of: rank -> predicted wait."""
+    """Owner of the life of every attempt. clock: monotonic seconds. new_id: 16 random bytes. wait_of: rank -> predicted wait.
+    call_sink: starts a call to a decode peer that is pushed to (with the ticket, for an offer); answered by sink_answered."""
 
     def __init__(
         self,
@@ -49,9 +64,11 @@ class Lifecycle:
         new_id: Callable[[], bytes],
         wait_of: Callable[[int], float],
         observer: Observer,
+        call_sink: Callable[[SinkCall, Ticket | None], None],
     ) -> None:
         self.attempts = attempts
         self.tickets = tickets
+        self.grants = Grants()
         self.drain = Drain()
         self._limits = limits
         self._ranks = list(ranks)
@@ -60,6 +77,7 @@ class Lifecycle:
         self.new_id = new_id
         self._wait_of = wait_of
         self._observer = observer
+        self._call_sink = call_sink
         self._timers: list[tuple[float, bytes]] = []
 
     def submit(self, call: PrefillCall, *, deadline: float) -> tuple[Attempt, bool]:
@@ -99,12 +117,18 @@ class Lifecycle:
         )
         self.attempts.add(attempt)
         self._watch_timer(attempt)
+        if call.push is not None:
+            key = (call.request_id, call.attempt, call.attempt_id)
+            self.grants.open(call.push, key=key, kv_tokens=call.num_tokens, rank=queue.rank, now=now)
         self._send(queue.rank, call.submit_message(arrival_ns=round(now * 1e9)))
         self._observer.attempt_admitted(attempt)
         return attempt, False
 
     def apply(self, message: AttemptMessage) -> None:
         """Takes in a rank's message about an attempt. Late ones of ended attempts change nothing but `released`."""
+        if isinstance(message, PushReport):
+            self._push_reported(message)
+            return
         attempt = self.attempts.find(message.attempt_id)
         if attempt is None:
             return
@@ -152,6 +176,7 @@ class Lifecycle:
         """The ticket's state changed: tell the streams; an ended hand-off lets the rank free its part."""
         if not ticket.is_open:
             self._observer.ticket_ended(ticket)
+            self._close_grant(ticket.attempt_id, delivered=ticket.state is TicketState.DELIVERED)
         attempt = self.attempts.find(ticket.attempt_id)
         if attempt is None or not attempt.is_live:
             return
@@ -160,6 +185,19 @@ class Lifecycle:
             self._send(attempt.rank, Release(attempt_id=ticket.attempt_id))
         self._finish_if_complete(attempt)
         attempt.notify()
+
+    def sink_answered(self, call: SinkCall, answer: SinkAnswer) -> None:
+        """A decode peer that is pushed to has answered, or has not in time."""
+        now = self._clock()
+        effect = self.grants.answer(call, answer, now=now)
+        if effect is Effect.DELIVERED:
+            ticket = self._ticket_of(call.grant.attempt_id)
+            if ticket is not None and ticket.is_open:
+                self.tickets.end_push(ticket, delivered=True, now=now)
+                self.handoff_changed(ticket)
+        elif effect is Effect.LOST:
+            what = f"the decode peer no longer takes the push: {call.grant.detail or 'no answer'}"
+            self._push_lost(call.grant.attempt_id, reason="DECODE_ABORTED", detail=what)
 
     def tick(self) -> None:
         """Fires what is due: deadlines, leases, the drain's end. Call at least every 20 ms."""
@@ -173,6 +211,8 @@ class Lifecycle:
                 self._watch_timer(attempt)
         for ticket in self.tickets.expire_due(now=now):
             self.handoff_changed(ticket)
+        for call in self.grants.due(now):
+            self._start_sink_call(call, now)
         if self.drain.is_over(now):
             for attempt in self.attempts.live():
                 self._stop(attempt, attempt.failure("DRAINING", "the engine's drain ended before the attempt did"))
@@ -211,7 +251,11 @@ class Lifecycle:
             running=running,
             waiting=len(live) - running,
             tickets_open=tickets_open,
-            done=self.drain.is_draining and not live and tickets_open == 0 and self.tickets.num_reads == 0,
+            done=self.drain.is_draining
+            and not live
+            and tickets_open == 0
+            and self.tickets.num_reads == 0
+            and (self.grants.num_open == 0 or self.drain.is_over(self._clock() - _ABANDON_GRACE_SECONDS)),
             sent_back=self.drain.sent_back,
         )
 
@@ -232,7 +276,7 @@ class Lifecycle:
                 return
             self._observer.attempt_accepted(attempt, message)
         attempt.apply(message)
-        required = attempt.call.store == "required"
+        required = attempt.call.store == "required" or attempt.call.mode == "store_only"
         if isinstance(message, StoreProgress) and required and message.failed > 0:
             text = f"{message.failed} of {message.total} blocks could not be stored, and the store was required"
             self._stop(attempt, attempt.failure("STORE_WRITE_FAILED", text))
@@ -253,8 +297,57 @@ class Lifecycle:
             first_token=attempt.first_token,
             ttl_seconds=attempt.call.ticket_ttl_seconds,
             now=now,
+            mode=attempt.call.mode,
+            stored_block_keys=attempt.computed.stored_block_keys,
         )
         attempt.open_handoff(ticket, now=now)
+        self.grants.offerable(attempt.call.attempt_id)
+
+    def _push_reported(self, message: PushReport) -> None:
+        grant = self.grants.find(message.attempt_id)
+        ticket = self._ticket_of(message.attempt_id)
+        if grant is not None and message.state == "landed":
+            self.grants.landed(message.attempt_id, message.checks)
+            grant.num_bytes = message.num_bytes
+            if ticket is not None:
+                ticket.bytes_read = message.num_bytes
+        elif message.state == "failed":
+            self._push_lost(message.attempt_id, reason=message.reason, detail=message.detail)
+        elif message.state == "drained":
+            self.grants.drained(message.attempt_id)
+
+    def _push_lost(self, attempt_id: bytes, *, reason: str, detail: str) -> None:
+        """The push cannot be finished. Before the ticket that fails the attempt, after it the stream ends as C7 says."""
+        attempt = self.attempts.find(attempt_id)
+        if attempt is None or not attempt.is_live:
+            self.grants.give_up(attempt_id)
+        elif attempt.ticket is not None and attempt.ticket.is_open:
+            self.tickets.end_push(attempt.ticket, delivered=False, now=self._clock())
+            self.handoff_changed(attempt.ticket)
+        elif attempt.ticket is not None:
+            self.grants.give_up(attempt_id)
+        else:
+            text = "the decode peer could not be given the KV; nothing was handed over"
+            failure = dataclasses.replace(attempt.failure(reason, text, detail=detail), phase="HANDOFF")
+            self._stop(attempt, failure)
+
+    def _start_sink_call(self, call: SinkCall, now: float) -> None:
+        ticket = self._ticket_of(call.grant.attempt_id)
+        if call.kind is CallKind.OFFER and ticket is not None:
+            self.tickets.begin_push_offer(ticket, engine_id=call.grant.plan.engine_id, now=now)
+            ticket.bytes_read = call.grant.num_bytes
+            ticket.transport = call.grant.plan.regions[0].transport
+        self._call_sink(call, ticket)
+
+    def _ticket_of(self, attempt_id: bytes) -> Ticket | None:
+        attempt = self.attempts.find(attempt_id)
+        return attempt.ticket if attempt is not None else None
+
+    def _close_grant(self, attempt_id: bytes, *, delivered: bool) -> None:
+        if delivered:
+            self.grants.deliver(attempt_id)
+        else:
+            self.grants.give_up(attempt_id)
 
     def _stop(self, attempt: Attempt, failure: Failure) -> None:
         """Ends a living attempt from this side and tells its rank."""
@@ -267,6 +360,7 @@ class Lifecycle:
         if attempt.ticket is not None and attempt.ticket.is_open:
             self.tickets.abort(attempt.ticket.ticket_id, now=now)
             self._observer.ticket_ended(attempt.ticket)
+        self._close_grant(attempt.call.attempt_id, delivered=False)
         attempt.fail(failure, now=now)
         self.attempts.settle(attempt)
         self._observer.attempt_finished(attempt)

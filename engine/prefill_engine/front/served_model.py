@@ -6,9 +6,11 @@ so it covers layouts and weights and nothing else (serving.md "KvFormat.fingerpr
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
+from prefill_engine.handoff_pieces import component_lengths
 from prefill_engine.messages import RankReady
 from prefill_plan.block_keys import chain_root
 from prefill_plan.config import EngineConfig, RecordFormat
@@ -26,6 +28,17 @@ SWA_DECODER = 4
 COMPRESS_STATE = 5
 DRAFT_SWA = 6
 REQUEST_ROW = 7
+COMPONENT_LABELS: Mapping[int, str] = MappingProxyType(
+    {
+        BLOCK_KV: "block_kv",
+        SWA_ENCODER: "swa_encoder",
+        SWA_DECODER: "swa_decoder",
+        COMPRESS_STATE: "compress_state",
+        DRAFT_SWA: "draft_swa",
+        REQUEST_ROW: "request_row",
+    }
+)
+"""As in metrics and logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +72,18 @@ class HandoverFormat:
     components: tuple[Component, ...]
     fingerprint: bytes
 
+    def lengths(self, num_tokens: int) -> Mapping[int, int]:
+        """Bytes of each component of a prompt's hand-over, by kind."""
+        return component_lengths(self.components, block_tokens=self.block_tokens, num_tokens=num_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """Everything that requests are checked against and that GetServerInfo and tickets report.
 
-    kv_tokens: Block KV of the smallest rank. make_root: cache scope -> root of the block key chain.
+    kv_tokens: Block KV of the smallest rank. store_kind: "memory" = no other process can read the store. data_transport: what the
+    ranks' data ports speak, "" = they have none; data_endpoints: host:port by rank. make_root: cache scope -> root of the block
+    key chain.
     """
 
     identity: EngineIdentity
@@ -83,6 +102,9 @@ class ServedModel:
     ep_size: int
     dp_size: int
     device: str
+    store_kind: str
+    data_transport: str
+    data_endpoints: tuple[str, ...]
     make_root: Callable[[bytes], bytes]
 
 
@@ -133,6 +155,9 @@ def build_served_model(
         ep_size=config.parallel.ep_size,
         dp_size=config.parallel.dp_size,
         device=config.device.value,
+        store_kind=first.store_kind,
+        data_transport=first.data_transport,
+        data_endpoints=tuple(f"{identity.endpoint.rpartition(':')[0]}:{ready.data_port}" for ready in ranks),
         make_root=make_root,
     )
 

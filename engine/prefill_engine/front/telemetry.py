@@ -10,7 +10,7 @@ from prefill_engine.front.attempt import Attempt
 from prefill_engine.front.call import PRIORITY_NAMES
 from prefill_engine.front.health import EngineState
 from prefill_engine.front.load import LoadBoard, LoadView
-from prefill_engine.front.served_model import ServedModel
+from prefill_engine.front.served_model import COMPONENT_LABELS, ServedModel
 from prefill_engine.front.tickets import Ticket, TicketState
 from prefill_engine.log import bind
 from prefill_engine.messages import Progress, RankLoad, RankReady, Resolved, StepModelReport
@@ -71,7 +71,12 @@ class Telemetry:
     def ticket_ended(self, ticket: Ticket) -> None:
         metrics = self._metrics
         if ticket.state is TicketState.DELIVERED:
-            metrics.kv_transfer_seconds.labels("out").observe(ticket.ended - ticket.claimed_at)
+            start = ticket.created if ticket.mode == "push" else ticket.claimed_at
+            metrics.kv_transfer_seconds.labels("out").observe(ticket.ended - start)
+            metrics.handoff_seconds.labels(ticket.mode, ticket.transport).observe(ticket.ended - start)
+            if ticket.transport != "grpc":
+                for region in ticket.regions:
+                    self.bytes_sent(COMPONENT_LABELS.get(region.kind, "other"), region.num_bytes)
         else:
             metrics.kv_transfer_failures.labels("out", ticket.state.value.lower()).inc()
         if ticket.state is TicketState.EXPIRED:
@@ -121,13 +126,16 @@ class Telemetry:
                 metrics.step_rows.labels("decoder").observe(step.decoder_rows)
                 metrics.step_rows.labels("replay").observe(step.replay_rows)
 
-    def refresh(self, view: LoadView, *, rows_waiting: dict[tuple[int, int], int], wait_seconds: float) -> None:
+    def refresh(
+        self, view: LoadView, *, rows_waiting: dict[tuple[int, int], int], wait_seconds: float, grants_open: int
+    ) -> None:
         """Gauges that follow from the whole. rows_waiting: (rank, priority) -> uncomputed rows of all its attempts."""
         metrics = self._metrics
         for (rank, priority), rows in rows_waiting.items():
             metrics.rows_waiting.labels(str(rank), PRIORITY_NAMES[priority - 1]).set(rows)
         metrics.predicted_wait_seconds.set(wait_seconds)
         metrics.last_step_age_seconds.set(view.last_step_age_seconds)
+        metrics.grants_open.set(grants_open)
         metrics.tickets_open.set(sum(view.tickets_open.values()))
         for state in EngineState:
             metrics.state.labels(state.value).set(1 if state is view.state else 0)
@@ -149,6 +157,8 @@ class Telemetry:
             "replay_rows": attempt.accepted.replay_rows if attempt.accepted else None,
             "rows_done": attempt.rows_done,
             "handoff": attempt.ticket.state.value if attempt.ticket else None,
+            "handoff_mode": call.mode if call.handoff else None,
+            "handoff_transport": attempt.ticket.transport if attempt.ticket else None,
             "blocks_committed": attempt.store.blocks_committed,
             "blocks_failed": attempt.store.blocks_failed,
             "seconds": round(attempt.finished - attempt.arrival, 6),

@@ -1,7 +1,8 @@
 """Hand-off tickets of this engine: who may read an attempt's KV, and until when (serving.md 1.1-1.2, C7, C41, C45).
 
 States OFFERED -> CLAIMED -> MOVING -> DELIVERED | ABORTED | EXPIRED; terminal states are sticky. The source's clock alone judges
-a lease: a receiver that finds still_owned false must discard what it read. Plain state, no I/O: time comes in with each call.
+a lease: a receiver that finds still_owned false must discard what it read. A pushed ticket begins MOVING and can't be claimed:
+its peer is the one that granted memory (grants.py). Plain state, no I/O: time comes in with each call.
 """
 
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prefill_engine.front.events import FirstToken, HandoffState, TicketOffer
+from prefill_engine.handoff_pieces import ComponentKey
 from prefill_engine.messages import Region
 from prefill_engine.rpc.status import Failure, ServingFailure
 
@@ -29,7 +31,11 @@ _OPEN = (TicketState.OFFERED, TicketState.CLAIMED, TicketState.MOVING)
 
 @dataclass(slots=True)
 class Ticket:
-    """One ticket. Times are monotonic seconds. claimant: (engine_id, epoch) of the decode peer that won."""
+    """One ticket. Times are monotonic seconds. claimant: (engine_id, epoch) of the decode peer that won, or was offered a push.
+
+    mode: as PrefillCall. transport: "grpc", or what the data transport that the peer uses is. keys: of the components on it.
+    stored_block_keys: blocks that the peer reads from the store.
+    """
 
     ticket_id: bytes
     lease_id: bytes
@@ -39,6 +45,8 @@ class Ticket:
     kv_tokens: int
     regions: tuple[Region, ...]
     first_token: FirstToken | None
+    mode: str
+    stored_block_keys: bytes
     ttl_seconds: float
     created: float
     expires: float
@@ -48,6 +56,8 @@ class Ticket:
     claimed_at: float = 0.0
     bytes_read: int = 0
     reads_in_flight: int = 0
+    transport: str = "grpc"
+    keys: tuple[ComponentKey, ...] = ()
     ended: float = field(default=0.0)
 
     @property
@@ -70,6 +80,7 @@ class Ticket:
             ttl_seconds=max(0.0, self.expires - now),
             kv_tokens=self.kv_tokens,
             regions=self.regions,
+            mode=self.mode,
         )
 
     def handoff_state(self) -> HandoffState:
@@ -102,6 +113,8 @@ class Tickets:
         first_token: FirstToken | None,
         ttl_seconds: float | None,
         now: float,
+        mode: str = "pull",
+        stored_block_keys: bytes = b"",
     ) -> Ticket:
         """A new ticket. ids: ticket id and lease id, 16 random bytes each. ttl_seconds None = the configured one."""
         ttl = min(self._ttl if ttl_seconds is None else ttl_seconds, self._max)
@@ -115,6 +128,9 @@ class Tickets:
             kv_tokens=kv_tokens,
             regions=regions,
             first_token=first_token,
+            mode=mode,
+            stored_block_keys=stored_block_keys,
+            state=TicketState.MOVING if mode == "push" else TicketState.OFFERED,
             ttl_seconds=ttl,
             created=now,
             expires=min(now + ttl, self._cap),
@@ -143,7 +159,7 @@ class Tickets:
         ticket = self._by_id.get(ticket_id)
         if ticket is None or not ticket.is_open or now >= ticket.expires:
             raise _gone("the ticket is unknown, expired or ended; nothing was handed over")
-        if ticket.claimant is None:
+        if ticket.mode != "push" and ticket.claimant is None:
             ticket.claimant = (engine_id, epoch)
             ticket.claim_id = claim_id
             ticket.claimed_at = now
@@ -188,6 +204,17 @@ class Tickets:
 
     def end_read(self, ticket: Ticket) -> None:
         ticket.reads_in_flight -= 1
+
+    def begin_push_offer(self, ticket: Ticket, *, engine_id: str, now: float) -> None:
+        """The peer of a push is asked for its verdict: from now on the hand-off is its to end."""
+        if ticket.claimant is None:
+            ticket.claimant = (engine_id, 0)
+            ticket.claimed_at = now
+
+    def end_push(self, ticket: Ticket, *, delivered: bool, now: float) -> None:
+        """The peer has given its verdict, or is lost. An ended ticket stays as it is."""
+        if ticket.is_open:
+            self._end(ticket, TicketState.DELIVERED if delivered else TicketState.ABORTED, now)
 
     def settle(self, ticket_id: bytes, *, claim_id: bytes, delivered: bool, now: float) -> bool:
         """Ends a claimed ticket; returns still_owned: False if the lease had expired or the claim is not the holder's.

@@ -87,9 +87,15 @@ class SegmentStore(Protocol):
         """Every readable segment of this layout, newest generation first; damaged ones are skipped and counted."""
         ...
 
-    def collect(self, *, withdraw: Callable[[Sequence[str]], None]) -> int:
+    def collect(
+        self,
+        *,
+        withdraw: Callable[[Sequence[str]], None],
+        announce: Callable[[Sequence[SegmentInfo]], None] | None = None,
+    ) -> int:
         """One round of garbage collection: above the high watermark withdraws the oldest generations, and deletes what was
-        withdrawn a grace period ago. Returns the bytes deleted."""
+        withdrawn a grace period ago. announce: told the new names of segments that are kept because they are read often; None =
+        none are kept. Returns the bytes deleted."""
         ...
 
     def counters(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from prefill_engine.kv.transport.base import Transport
+from prefill_engine.kv.transport.contract import Transport
 from prefill_engine.kvd.kvd_metrics import KvdMetrics
 from prefill_engine.kvd.pool_state import PoolState
 from prefill_engine.kvd.sessions import Sessions

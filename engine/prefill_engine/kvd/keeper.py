@@ -15,7 +15,7 @@ from typing import Any
 
 from prefill_engine.kv.directory import Directory
 from prefill_engine.kv.pool_memory import LeaseState, PoolGeometry, PoolMemory
-from prefill_engine.kv.transport.base import Source, Transport
+from prefill_engine.kv.transport.contract import Source, Transport
 from prefill_engine.kvd.block_reads import BlockReads
 from prefill_engine.kvd.commits import CommitResult, Commits, SlotKey
 from prefill_engine.kvd.gauges import Gauges

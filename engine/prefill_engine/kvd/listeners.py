@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry, start_http_server
 
 from prefill_engine.kvd.keeper import Keeper
+from prefill_engine.kvd.owner import EngineUser
 from prefill_engine.kvd.peer_check import PeerCheck
 from prefill_engine.kvd.service import KvdService
 from prefill_engine.rpc import kv_pb2_grpc
@@ -42,8 +43,9 @@ _OPTIONS = (
 class Listeners:
     """Opened one by one; `close` ends what is open."""
 
-    def __init__(self, config: KvdConfig) -> None:
+    def __init__(self, config: KvdConfig, owner: EngineUser) -> None:
         self._config = config
+        self._owner = owner
         self._health: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servers: list[grpc.aio.Server] = []
         self._metrics: tuple[WSGIServer, threading.Thread] | None = None
@@ -75,7 +77,7 @@ class Listeners:
         path = self._config.socket
         _clear_stale(path)
         server = grpc.aio.server(options=_OPTIONS)
-        peers = PeerCheck(path)
+        peers = PeerCheck(path, allowed_uids=self._owner.allowed_uids)
         service = KvdService(keeper, peers, transport_kind=transport_kind)
         kv_pb2_grpc.add_KvdServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -86,6 +88,7 @@ class Listeners:
             raise ConfigError(f"socket {path} can't be bound: {error}") from error
         finally:
             os.umask(mask)
+        self._owner.give(path)
         await server.start()
         self._servers.append(server)
         self._watcher = asyncio.create_task(_watch_peers(peers))

@@ -1,4 +1,4 @@
-"""Who is at the other end of kvd's Unix socket: only processes of kvd's own user, or root (kv.md 7.6).
+"""Who is at the other end of kvd's Unix socket: only processes of the ranks' user, of kvd's own, or root (kv.md 7.6).
 
 gRPC shows no credentials, but its connections are file descriptors of this process, and the kernel knows each one's peer. The
 trap: a call can't be told from another's, only a connection can; so foreign connections are shut, whatever they ask.
@@ -9,7 +9,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 
 logger = logging.getLogger(__name__)
@@ -25,10 +25,10 @@ def peer_uid(connection: socket.socket) -> int:
 class PeerCheck:
     """path: of the listening socket. uid_of: the kernel's word, replaced in tests."""
 
-    def __init__(self, path: str, *, uid_of: Callable[[socket.socket], int] = peer_uid) -> None:
+    def __init__(self, path: str, *, allowed_uids: Set[int], uid_of: Callable[[socket.socket], int] = peer_uid) -> None:
         self._path = path
         self._uid_of = uid_of
-        self._allowed = (0, os.getuid())
+        self._allowed = allowed_uids
 
     def shut_foreign(self) -> int:
         """Ends the connections of foreign users; returns how many there were."""
@@ -42,7 +42,9 @@ class PeerCheck:
                 if uid in self._allowed:
                     continue
                 num_foreign += 1
-                logger.warning("connection of a foreign user shut", extra={"uid": uid, "allowed": self._allowed})
+                logger.warning(
+                    "connection of a foreign user shut", extra={"uid": uid, "allowed": sorted(self._allowed)}
+                )
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
         return num_foreign

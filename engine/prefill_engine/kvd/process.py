@@ -21,12 +21,13 @@ from prometheus_client import CollectorRegistry
 
 from prefill_engine.kv.directory import Directory, Holder
 from prefill_engine.kv.pool_memory import PoolMemory
-from prefill_engine.kv.transport.base import Transport
+from prefill_engine.kv.transport.contract import Transport
 from prefill_engine.kvd.build import StoreMaker, build_directory, build_transport
 from prefill_engine.kvd.fuse_mount import FuseMount
 from prefill_engine.kvd.keeper import Keeper
 from prefill_engine.kvd.kvd_metrics import KvdMetrics
 from prefill_engine.kvd.listeners import Listeners
+from prefill_engine.kvd.owner import EngineUser
 from prefill_engine.kvd.store_link import StoreLink
 from prefill_engine.settings import HostIdentity
 from prefill_plan.errors import ConfigError, ExitCode
@@ -84,11 +85,12 @@ class _Process:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ended.set)
-        listeners = Listeners(self._config)
+        owner = EngineUser(self._config.engine_uid)
+        listeners = Listeners(self._config, owner)
         memory: PoolMemory | None = None
         try:
             await listeners.open_probe()
-            memory = await asyncio.to_thread(self._make_pool)
+            memory = await asyncio.to_thread(self._make_pool, owner)
             if self._config.required:
                 await self._prepare_store()
             transport = build_transport(self._config.transport, pod_ip=self._identity.pod_ip)
@@ -112,12 +114,14 @@ class _Process:
                 with suppress(FileNotFoundError):
                     os.unlink(name)
 
-    def _make_pool(self) -> PoolMemory:
+    def _make_pool(self, owner: EngineUser) -> PoolMemory:
         path = self._config.pool_path or f"/dev/shm/kvd.{self._identity.engine_id}"
+        owner.take_back(path)
         memory = PoolMemory.create(path, pool_bytes=self._config.pool_bytes, epoch=self._epoch)
         started = time.monotonic()
         try:
             memory.prefault(_PREFAULT_THREADS)
+            owner.give(path)
         except BaseException:
             memory.close()
             raise

@@ -14,7 +14,7 @@ from typing import Any
 
 from prefill_engine.kv.directory import Directory, SnapshotLocation
 from prefill_engine.kv.pool_memory import SnapshotState
-from prefill_engine.kv.transport.base import PullOutcome, PullState, Source, Transport
+from prefill_engine.kv.transport.contract import PullOutcome, PullState, Source, Transport
 from prefill_engine.kvd.kvd_metrics import KvdMetrics
 from prefill_engine.kvd.pool_state import PoolState
 from prefill_engine.kvd.slot_pool import SlotState

@@ -26,6 +26,7 @@ StoreOpener = Callable[[PoolGeometry], SegmentStore]
 """Opens the store for this geometry; blocks. Raises ConfigError or StoreUnavailable."""
 
 _RETRY_SECONDS = (0.5, 15.0)
+_DIRECTORY_SECONDS = 30.0
 _COLLECT_SECONDS = 10.0
 _ANNOUNCE_SEGMENTS = 256
 _MAX_FAILURES = 3
@@ -161,10 +162,14 @@ class StoreLink:
 
         def withdraw(names: Sequence[str]) -> None:
             done = asyncio.run_coroutine_threadsafe(self._directory.withdraw_segments(store.store_id, names), loop)
-            done.result(timeout=30.0)
+            done.result(timeout=_DIRECTORY_SECONDS)
+
+        def announce(segments: Sequence[SegmentInfo]) -> None:
+            done = asyncio.run_coroutine_threadsafe(self._directory.publish_segments(store.store_id, segments), loop)
+            done.result(timeout=_DIRECTORY_SECONDS)
 
         try:
-            num_bytes = await self._in_thread(lambda: store.collect(withdraw=withdraw))
+            num_bytes = await self._in_thread(lambda: store.collect(withdraw=withdraw, announce=announce))
         except (StoreUnavailable, OSError, TimeoutError) as error:
             logger.warning("garbage collection of the store failed; tried again", extra={"detail": str(error)})
         else:

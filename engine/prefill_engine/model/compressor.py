@@ -42,6 +42,7 @@ class Compressor:
         latent_GC = self._latent(x_ND, step)
         step.observe("ckv_pre", self.layer.index, latent_GC)
         self._write(latent_GC, entries, step)
+        step.wait_source(self.layer.index)
         return self._read(entries, step)
 
     def _latent(self, x_ND: Tensor, step: Step) -> Tensor:

@@ -26,7 +26,7 @@ from prefill_engine.model.engram import compress_ids
 from prefill_engine.model.engram_tables import EngramTables
 from prefill_engine.model.layer import Layer
 from prefill_engine.model.parameters import ModelParameters
-from prefill_engine.model.step import Equipment, Observer, Residual, SharedKv, Step, ignore
+from prefill_engine.model.step import Equipment, Observer, Residual, SharedKv, Step, ignore, never_wait
 from prefill_kernels.numerics import Numerics
 from prefill_kernels.ops import Ops
 from prefill_plan.config import RecordFormat
@@ -66,7 +66,13 @@ class DeepseekV41Flash:
         self._draft: DraftSeed | None = build_draft(spec, parameters, self._equipment)
 
     def forward(
-        self, batch: Batch, cache: KvCache, *, on_layer: Callable[[int], None], observe: Observer | None = None
+        self,
+        batch: Batch,
+        cache: KvCache,
+        *,
+        on_layer: Callable[[int], None],
+        observe: Observer | None = None,
+        wait_source: Callable[[int], None] = never_wait,
     ) -> StepOutput:
         """Runs one step and writes block entries, window rings and compressor state of its sequences into `cache`, in place.
 
@@ -74,9 +80,10 @@ class DeepseekV41Flash:
             batch: of build_batch, on the cache's device.
             cache: raw when numerics.quantise_cache is False, in the activation dtype; records otherwise.
             on_layer: called with a layer's index when the host has issued that layer.
+            wait_source: see Step.
             observe: see above; given, final_hidden and logits are computed for all decoder rows.
         """
-        step = Step(batch=batch, cache=cache, observe=observe or ignore)
+        step = Step(batch=batch, cache=cache, observe=observe or ignore, wait_source=wait_source)
         compressed = compress_ids(batch, self._tables) if self._tables is not None else None
         residual = self._embed(step)
         shared = SharedKv()

@@ -25,6 +25,10 @@ def ignore(_name: str, _layer: int, _tensor: Tensor) -> None:
     """The observer of production: none."""
 
 
+def never_wait(_layer: int) -> None:
+    """The gate of steps whose pages are all in place."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equipment:
     """The same for every module and every step. record_format: "fp4" or "fp8" main-KV records (ignored by a raw cache)."""
@@ -36,11 +40,16 @@ class Equipment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One forward pass: its batch, the caches it reads and writes, and who watches."""
+    """One forward pass: its batch, the caches it reads and writes, and who watches.
+
+    wait_source(layer) is called just before the pages of KV source `layer` are first read: entries of a hit may still be on
+    their way into them. It never touches what the step itself writes.
+    """
 
     batch: Batch
     cache: KvCache
     observe: Observer
+    wait_source: Callable[[int], None] = never_wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """One attempt on a rank: the record the step thread keeps from Submit to Released, and its life as an enum.
 
     RESOLVING -> WAITING -> LOADING -> RUNNING -> COMPUTED -> (gone)
-Any phase may end early: `ended` is set (cancel, failure) and the record goes as soon as no I/O names its slots.
+RUNNING may begin while the later layer groups of the hit still come in; a step that waited for them in vain puts the attempt back
+to LOADING. Any phase may end early: `ended` is set (cancel, failure) and the record goes as soon as no I/O names its slots.
 """
 
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ class Attempt:
     """Leading hit blocks found in the pool, pinned from the start; moved into block_slots at admission."""
     positions: PrefillPositions | None = None
     snapshot: SwaSnapshot | None = None
+    """Goes into the window rings at the first chunk; kept until that chunk is committed."""
+    promised_snapshot: int = 0
+    """Position of the snapshot that the source said it holds, until it is here or lost; 0 = none."""
     block_slots: tuple[int, ...] = ()
     """Slots of blocks 0..ceil(L/128)-1, each referenced once, from admission on."""
     state_slot: int = -1
@@ -52,17 +56,21 @@ class Attempt:
     provenance: int = 0
     """1 when its new blocks descend from a replay, its own or an earlier one (kv.md 2.2)."""
     writes_pending: int = 0
-    """Write jobs the store worker has not answered."""
+    """Write jobs the block source has not answered."""
     read_pending: bool = False
-    """A look-up or load is with the store worker."""
+    """A look-up or load is with the block source."""
+    poisoned: bool = False
+    """A step waited for its hit in vain: it runs again only when the load is over (C18)."""
     blocks_to_store: int = 0
-    """Blocks handed to the store worker so far."""
+    """Blocks handed to the block source so far."""
     blocks_committed: int = 0
     blocks_failed: int = 0
     snapshots_held: tuple[int, ...] = ()
     ended: bool = False
     """Cancelled or failed: no further row, store write or event; freed when no I/O is pending."""
     release_asked: bool = False
+    push_pending: bool = False
+    """The courier pushes it to a decode peer, or may still have a write in flight."""
 
     @property
     def attempt_id(self) -> bytes:
@@ -102,7 +110,7 @@ class Attempt:
     @property
     def is_idle(self) -> bool:
         """No thread but the step thread knows its slots."""
-        return not self.read_pending and self.writes_pending == 0
+        return not self.read_pending and self.writes_pending == 0 and not self.push_pending
 
 
 def read_submit(submit: Submit, keys: tuple[BlockKey, ...]) -> Attempt:

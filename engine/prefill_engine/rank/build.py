@@ -5,7 +5,6 @@ Called by the rank process, and by tests with a mailbox of their own.
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +20,18 @@ from prefill_engine.kv_cache import KvCache
 from prefill_engine.messages import Progress, RankReady
 from prefill_engine.model.load_progress import LoadProgress, console_progress
 from prefill_engine.parallel.exchange import LocalExchange
+from prefill_engine.rank.block_copy import CpuCopier
+from prefill_engine.rank.block_source import BlockSource
 from prefill_engine.rank.calibration import calibrate
+from prefill_engine.rank.courier import Courier
 from prefill_engine.rank.engine import RankEngine
 from prefill_engine.rank.kv_keeper import KvKeeper
+from prefill_engine.rank.kvd_source import KvdSource
 from prefill_engine.rank.lanes import Mailbox
 from prefill_engine.rank.loop import StepLoop
 from prefill_engine.rank.model_runner import ModelDigests, ModelRunner, build_cache, load_model, read_digests
 from prefill_engine.rank.planner import RankPlanner
+from prefill_engine.rank.push_sender import PushSender
 from prefill_engine.rank.read_server import ReadServer
 from prefill_engine.rank.stepper import Stepper
 from prefill_engine.rank.store_worker import StoreWorker
@@ -69,14 +73,14 @@ def build_rank(
     """
     enter("start")
     design = _read_design(config)
-    store = open_store(config.store, design.layout)
+    store = None if config.kvd.socket else open_store(config.store, design.layout)
     enter("load")
     digests = read_digests(config, design.layout)
     model = load_model(config, design.spec, device=design.device, progress=_progress_sender(mailbox, rank))
     cache = build_cache(config, design.spec, layout=design.layout, state=design.state, device=design.device)
-    store_lost = threading.Event()
-    worker = StoreWorker(store, block_view=cache.block_view, wake=mailbox.wake, store_lost=store_lost.set)
-    kv = _build_keeper(design, cache=cache, worker=worker, reads=reads)
+    source = _build_source(config, store, cache=cache, rank=rank, wake=mailbox.wake)
+    pushes = PushSender(reads.courier, block_view=cache.block_view)
+    kv = _build_keeper(design, cache=cache, source=source, reads=reads, pushes=pushes)
     enter("warmup")
     mailbox.send(_progress(rank, "warmup", 0, 1, "passes", ""))
     runner = ModelRunner(model, cache, truncation=config.replay.truncation, device=design.device)
@@ -85,13 +89,15 @@ def build_rank(
     engine = RankEngine(
         kv=kv,
         planner=planner,
-        store=worker,
+        source=source,
+        pushes=pushes,
         digests=digests,
         window_tokens=design.spec.window_tokens,
         num_sources=len(design.layout.sources),
         send=mailbox.send,
     )
-    mailbox.send(_ready(rank, config, digests, kv_tokens=kv.capacity_blocks * design.layout.block_tokens))
+    kv_tokens = kv.capacity_blocks * design.layout.block_tokens
+    mailbox.send(_ready(rank, config, digests, kv_tokens=kv_tokens, courier=reads.courier))
     return StepLoop(
         config=config,
         rank=rank,
@@ -101,10 +107,8 @@ def build_rank(
         kv=kv,
         planner=planner,
         stepper=Stepper(engine=engine, kv=kv, runner=runner, send=mailbox.send),
-        store=store,
-        worker=worker,
+        source=source,
         exchange=LocalExchange(),
-        store_lost=store_lost,
     )
 
 
@@ -127,20 +131,51 @@ def _read_design(config: EngineConfig) -> _Design:
     )
 
 
-def _build_keeper(design: _Design, *, cache: KvCache, worker: StoreWorker, reads: ReadServer) -> KvKeeper:
+def _build_source(
+    config: EngineConfig, store: BlockStore | None, *, cache: KvCache, rank: int, wake: Callable[[], None]
+) -> BlockSource:
+    """The pod's kvd where one is configured, else the store of this process."""
+    if store is not None:
+        return StoreWorker(store, block_view=cache.block_view, wake=wake)
+    parts = None
+    if cache.blocks.device.type == "cuda":
+        # Here, because it needs a CUDA driver.
+        from prefill_engine.rank.cuda_build import CudaParts
+
+        parts = CudaParts(cache, gate_seconds=config.kvd.gate_seconds)
+    source = KvdSource(
+        config.kvd,
+        cache=cache,
+        copier=parts.copier if parts is not None else CpuCopier(cache),
+        make_gates=parts.make_gates if parts is not None else None,
+        rank=rank,
+        wake=wake,
+        is_required=config.store.required,
+    )
+    source.start()
+    return source
+
+
+def _build_keeper(
+    design: _Design, *, cache: KvCache, source: BlockSource, reads: ReadServer, pushes: PushSender
+) -> KvKeeper:
     kv = design.config.kv
     return KvKeeper(
         cache=cache,
         blocks=BlockPool(kv.pool_tokens // design.layout.block_tokens),
-        states=SwaPool(kv.state_slots, kv.snapshot_bytes),
-        store=worker,
+        # With kvd, snapshots stand in its pool, where other ranks and nodes find them.
+        states=SwaPool(kv.state_slots, 0 if design.config.kvd.socket else kv.snapshot_bytes),
+        source=source,
         reads=reads,
+        pushes=pushes,
         state_layout=design.state,
         keep_tokens=design.config.replay.keep_tokens,
     )
 
 
-def _ready(rank: int, config: EngineConfig, digests: ModelDigests, *, kv_tokens: int) -> RankReady:
+def _ready(
+    rank: int, config: EngineConfig, digests: ModelDigests, *, kv_tokens: int, courier: Courier | None
+) -> RankReady:
     logger.info("rank ready", extra={"kv_tokens": kv_tokens, "device": config.device.value})
     return RankReady(
         rank=rank,
@@ -150,7 +185,9 @@ def _ready(rank: int, config: EngineConfig, digests: ModelDigests, *, kv_tokens:
         tokenizer_digest=digests.tokenizer,
         layout_digest=digests.layout,
         numerics_class=digests.numerics_class,
-        store_kind=config.store.kind.value,
+        store_kind="kvd" if config.kvd.socket else config.store.kind.value,
+        data_transport=courier.kind if courier is not None else "",
+        data_port=courier.port if courier is not None else -1,
     )
 
 

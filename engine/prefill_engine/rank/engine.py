@@ -25,10 +25,21 @@ from prefill_engine.messages import (
 )
 from prefill_engine.queue_limits import Refusal
 from prefill_engine.rank.attempt import Attempt, AttemptPhase, read_submit
+from prefill_engine.rank.block_source import (
+    BlockSource,
+    Completion,
+    GroupLoaded,
+    LoadDone,
+    LookupDone,
+    SnapshotDone,
+    SnapshotOutlook,
+    SnapshotsKept,
+    WriteDone,
+)
 from prefill_engine.rank.kv_keeper import KvKeeper
 from prefill_engine.rank.model_runner import ModelDigests
 from prefill_engine.rank.planner import RankPlanner
-from prefill_engine.rank.store_worker import Completion, LoadDone, LookupDone, StoreWorker, WriteDone
+from prefill_engine.rank.push_sender import PushSender
 from prefill_plan.block_keys import BlockKey, ImageDigest, block_keys, chain_root
 from prefill_plan.errors import CapacityError
 from prefill_plan.kv_layout import BLOCK_TOKENS
@@ -45,7 +56,8 @@ class RankEngine:
         *,
         kv: KvKeeper,
         planner: RankPlanner,
-        store: StoreWorker,
+        source: BlockSource,
+        pushes: PushSender,
         digests: ModelDigests,
         window_tokens: int,
         num_sources: int,
@@ -55,7 +67,8 @@ class RankEngine:
         self.stop_asked = False
         self._kv = kv
         self._planner = planner
-        self._store = store
+        self._source = source
+        self._pushes = pushes
         self._digests = digests
         self._window_tokens = window_tokens
         self._num_sources = num_sources
@@ -76,9 +89,12 @@ class RankEngine:
 
     def collect(self) -> None:
         """Acts on every I/O job that has finished."""
+        for attempt_id in self._pushes.collect():
+            self.attempts[attempt_id].push_pending = False
+            self.free_if_done(self.attempts[attempt_id])
         while True:
             try:
-                completion = self._store.completions.get_nowait()
+                completion = self._source.completions.get_nowait()
             except queue.Empty:
                 return
             self._complete(completion)
@@ -89,12 +105,14 @@ class RankEngine:
             return
         attempt = read_submit(submit, self._keys(submit))
         self.attempts[submit.attempt_id] = attempt
+        self._pushes.begin(attempt)
         if attempt.num_blocks > self._kv.capacity_blocks:
             limit = self._kv.capacity_blocks * BLOCK_TOKENS
             text = f"the prompt has {attempt.prompt_tokens} tokens, KV memory of this engine holds {limit}"
             self.fail(attempt, reason="KV_MEMORY", retry="NEVER", phase="ADMISSION", message=text)
         elif not self._kv.start_resolving(attempt):
-            self._resolve(attempt, len(attempt.resident_slots))
+            self._kv.resolve(attempt, present_blocks=len(attempt.resident_slots))
+            self._accept(attempt, SnapshotOutlook.NONE)
 
     def _keys(self, submit: Submit) -> tuple[BlockKey, ...]:
         root = chain_root(
@@ -112,8 +130,7 @@ class RankEngine:
         if attempt is None:
             self._send(Released(attempt_id=attempt_id, at_ns=time.monotonic_ns()))
             return
-        attempt.ended = True
-        self.free_if_done(attempt)
+        self._end(attempt)
 
     def _release(self, attempt_id: bytes) -> None:
         attempt = self.attempts.get(attempt_id)
@@ -125,31 +142,50 @@ class RankEngine:
 
     # --- finished I/O
     def _complete(self, completion: Completion) -> None:
-        attempt = self.attempts[completion.attempt_id]
-        if isinstance(completion, WriteDone):
-            attempt.writes_pending -= 1
-            self._kv.blocks.mark_stored(completion.slots[: completion.committed])
-            attempt.blocks_committed += completion.committed
-            attempt.blocks_failed += completion.failed
-            if not attempt.ended:
-                self.report_store(attempt)
-            self.free_if_done(attempt)
-            return
-        attempt.read_pending = False
-        if attempt.ended:
-            self.free_if_done(attempt)
-        elif isinstance(completion, LookupDone):
-            self._resolve(attempt, len(attempt.resident_slots) + completion.present)
-        else:
-            self._finish_loading(attempt, completion)
+        attempt = self.attempts.get(completion.attempt_id)
+        if attempt is None:
+            return  # a snapshot that came too late
+        match completion:
+            case WriteDone() | SnapshotsKept():
+                self._finish_write(attempt, completion)
+            case LookupDone() | LoadDone():
+                attempt.read_pending = False
+                if attempt.ended:
+                    self.free_if_done(attempt)
+                elif isinstance(completion, LookupDone):
+                    self._kv.finish_look_up(attempt, completion)
+                    self._accept(attempt, completion.snapshot)
+                else:
+                    self._finish_loading(attempt, completion)
+            case SnapshotDone(snapshot=snapshot) if not attempt.ended:
+                self._kv.take_snapshot_in(attempt, snapshot)
+            case GroupLoaded() if not attempt.ended:
+                self._go_on_loading(attempt, completion)
 
-    def _resolve(self, attempt: Attempt, present_blocks: int) -> None:
+    def _finish_write(self, attempt: Attempt, done: WriteDone | SnapshotsKept) -> None:
+        attempt.writes_pending -= 1
+        if isinstance(done, WriteDone):
+            self._kv.blocks.mark_stored(done.slots[: done.committed])
+            attempt.blocks_committed += done.committed
+            attempt.blocks_failed += done.failed
+        else:
+            attempt.snapshots_held += done.positions
+        if not attempt.ended:
+            self.report_store(attempt)
+        self.free_if_done(attempt)
+
+    def _accept(self, attempt: Attempt, snapshot: SnapshotOutlook) -> None:
         """The hit is known: refuse the attempt, or accept and queue it."""
-        positions = self._kv.resolve(attempt, present_blocks=present_blocks)
         if self._refuse(attempt):
             return
         attempt.phase = AttemptPhase.WAITING
-        source = "none" if positions.hit_tokens == 0 else "replay" if positions.replay_tokens else "local"
+        positions = attempt.plan
+        if positions.hit_tokens == 0:
+            source = "none"
+        elif positions.replay_tokens == 0:
+            source = "local"
+        else:
+            source = "peer" if snapshot is SnapshotOutlook.PULLING else "replay"
         estimate = self._planner.estimate(attempt, self.attempts.values())
         now_ns = time.monotonic_ns()
         self._send(
@@ -207,19 +243,30 @@ class RankEngine:
         except CapacityError as error:
             self.fail(attempt, reason=error.reason, retry="SAME_LATER", phase="SWAP_IN", message=error.message)
             return
+        if done.num_bytes or shrunk:
+            self._report_swap_in(attempt, self._num_sources, done, shrunk_to=attempt.plan.hit_tokens if shrunk else -1)
+        if not (shrunk and self._refuse(attempt)):
+            self._start_running(attempt)
+
+    def _go_on_loading(self, attempt: Attempt, done: GroupLoaded) -> None:
+        """One more layer group of the hit is in its slots: enough to begin with, since the gates guard the later ones. After a
+        poison the attempt waits for the whole hit."""
+        self._report_swap_in(attempt, done.groups, done, shrunk_to=-1)
+        if attempt.phase is AttemptPhase.LOADING and not attempt.poisoned and self._kv.has_window(attempt):
+            self._start_running(attempt)
+
+    def _report_swap_in(self, attempt: Attempt, groups: int, done: GroupLoaded | LoadDone, *, shrunk_to: int) -> None:
         self._send(
             SwappedIn(
                 attempt_id=attempt.attempt_id,
-                layers_ready=self._num_sources,
+                layers_ready=groups,
                 layers_total=self._num_sources,
                 num_bytes=done.num_bytes,
-                hit_shrunk_to=attempt.plan.hit_tokens if shrunk else -1,
+                hit_shrunk_to=shrunk_to,
                 took_seconds=done.seconds,
                 at_ns=time.monotonic_ns(),
             )
         )
-        if not (shrunk and self._refuse(attempt)):
-            self._start_running(attempt)
 
     # --- admission
     def admit(self, attempt_ids: Sequence[bytes]) -> None:
@@ -234,11 +281,24 @@ class RankEngine:
                 self._start_running(attempt)
 
     def _start_running(self, attempt: Attempt) -> None:
-        self._kv.prepare_state(attempt)
-        self._kv.store_missing_hit(attempt)
+        if attempt.phase is AttemptPhase.RUNNING:
+            return  # since its first layer group was there
+        if not attempt.poisoned:
+            self._kv.store_missing_hit(attempt)
         attempt.phase = AttemptPhase.RUNNING
 
+    def requeue(self, attempt: Attempt) -> None:
+        """Its rows of this step are worthless: the hit did not come in time (C18). It goes on when the load is over."""
+        attempt.poisoned = True
+        attempt.phase = AttemptPhase.LOADING
+
     # --- the end
+    def _end(self, attempt: Attempt) -> None:
+        attempt.ended = True
+        if attempt.read_pending:
+            self._kv.stop_loading(attempt)
+        self.free_if_done(attempt)
+
     def fail(self, attempt: Attempt, *, reason: str, retry: str, phase: str, message: str) -> None:
         """Ends an attempt with an error; its slots go back as soon as no I/O names them. `message` may be shown to users."""
         self._send(
@@ -253,8 +313,7 @@ class RankEngine:
                 at_ns=time.monotonic_ns(),
             )
         )
-        attempt.ended = True
-        self.free_if_done(attempt)
+        self._end(attempt)
 
     def refuse(self, attempt: Attempt, refusal: Refusal) -> None:
         """Ends an attempt that this rank cannot serve."""
@@ -280,6 +339,8 @@ class RankEngine:
         """Returns the slots of an attempt that nothing needs any more (serving.md 1.1, who frees what)."""
         settled = attempt.release_asked or not attempt.submit.handoff
         finished = attempt.ended or (attempt.phase is AttemptPhase.COMPUTED and settled)
+        if finished:
+            self._pushes.cancel(attempt)
         if not (finished and attempt.is_idle) or attempt.attempt_id not in self.attempts:
             return
         self._kv.free(attempt)

@@ -10,7 +10,8 @@ from prefill_plan.kv_layout import BLOCK_TOKENS, RequestRow
 def build_components(attempt: Attempt, *, cache: KvCache) -> tuple[Component, ...]:
     """Components of the attempt: whole block payloads in order (the tail block zero-filled), state by kind, the request row.
 
-    Mutates the cache: the unused end of the last block is zeroed. State is copied, blocks are views.
+    With store_only, full blocks are left out: the store has them. Mutates the cache: the unused end of the last block is zeroed.
+    State is copied, blocks are views.
     """
     plan = attempt.plan
     tail_tokens = attempt.prompt_tokens % BLOCK_TOKENS
@@ -30,9 +31,12 @@ def build_components(attempt: Attempt, *, cache: KvCache) -> tuple[Component, ..
     encoder_end, decoder_end = layout.decoder_offset, layout.draft_offset
     draft_end = layout.compress_state_offset
     compress_end = draft_end + layout.compress_state_bytes
+    first_block = len(attempt.keys) if attempt.submit.store_only else 0
     return (
         Component(
-            kind=common_pb2.COMPONENT_KIND_BLOCK_KV, pieces=[cache.block_view(slot) for slot in attempt.block_slots]
+            kind=common_pb2.COMPONENT_KIND_BLOCK_KV,
+            pieces=[cache.block_view(slot) for slot in attempt.block_slots[first_block:]],
+            offset=first_block * cache.layout.payload_bytes,
         ),
         Component(kind=common_pb2.COMPONENT_KIND_SWA_ENCODER, pieces=[state[:encoder_end]]),
         Component(kind=common_pb2.COMPONENT_KIND_SWA_DECODER, pieces=[state[encoder_end:decoder_end]]),

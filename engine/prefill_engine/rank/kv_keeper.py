@@ -1,6 +1,6 @@
 """The KV side of a rank: which slots an attempt holds, from the first look-up to the last release.
 
-Owner of BlockPool, SwaPool and the open exports; called by the step thread only. Store I/O goes through StoreWorker, reads of
+Owner of BlockPool, SwaPool and the open exports; called by the step thread only. Block I/O goes through a BlockSource, reads of
 the decode side through ReadServer. The trap: a slot is freed only when the attempt is idle (no I/O names it) and its export is
 closed; `free` is the one place where that happens.
 """
@@ -11,9 +11,19 @@ from prefill_engine.block_pool import BlockPool
 from prefill_engine.kv_cache import KvCache
 from prefill_engine.messages import Region
 from prefill_engine.rank.attempt import Attempt
+from prefill_engine.rank.block_source import (
+    BlockSource,
+    Load,
+    LoadDone,
+    LookUp,
+    LookupDone,
+    SnapshotOutlook,
+    StepGate,
+    WriteItem,
+)
 from prefill_engine.rank.exports import build_components
+from prefill_engine.rank.push_sender import PushSender
 from prefill_engine.rank.read_server import ReadServer
-from prefill_engine.rank.store_worker import LoadDone, StoreWorker, WriteItem
 from prefill_engine.swa_pool import SwaPool, SwaSnapshot
 from prefill_plan.block_keys import snapshot_key
 from prefill_plan.errors import CapacityError
@@ -30,16 +40,18 @@ class KvKeeper:
         cache: KvCache,
         blocks: BlockPool,
         states: SwaPool,
-        store: StoreWorker,
+        source: BlockSource,
         reads: ReadServer,
+        pushes: PushSender,
         state_layout: StateLayout,
         keep_tokens: int,
     ) -> None:
         self.blocks = blocks
         self.states = states
         self._cache = cache
-        self._store = store
+        self._source = source
         self._reads = reads
+        self._pushes = pushes
         self._state_layout = state_layout
         self._keep_tokens = keep_tokens
 
@@ -50,18 +62,35 @@ class KvKeeper:
 
     # --- hit
     def start_resolving(self, attempt: Attempt) -> bool:
-        """Pins what the pool has and asks the store for the rest; True = an answer of the store is pending."""
+        """Pins what the pool has and asks the source for the rest; True = an answer is pending."""
         limit = attempt.prompt_tokens if attempt.submit.offered_hit is None else attempt.submit.offered_hit
-        usable = effective_hit(min(limit, attempt.prompt_tokens), attempt.prompt_tokens, keep_tokens=self._keep_tokens)
+        usable = effective_hit(
+            min(limit, attempt.prompt_tokens),
+            attempt.prompt_tokens,
+            keep_tokens=self._keep_tokens,
+            spans=attempt.spans,
+        )
         wanted = attempt.keys[: usable // BLOCK_TOKENS]
         attempt.resident_slots = self.blocks.match(wanted)
         self.blocks.pin(attempt.resident_slots)
-        missing = wanted[len(attempt.resident_slots) :]
-        if not missing:
+        if not wanted:
             return False
-        attempt.read_pending = True
-        self._store.look_up(attempt.attempt_id, missing)
-        return True
+        attempt.read_pending = self._source.look_up(
+            LookUp(
+                attempt_id=attempt.attempt_id,
+                keys=wanted,
+                resident_blocks=len(attempt.resident_slots),
+                tenant=attempt.submit.fairness_key,
+            )
+        )
+        return attempt.read_pending
+
+    def finish_look_up(self, attempt: Attempt, done: LookupDone) -> None:
+        """Positions for what the source found. A snapshot that it holds is counted on; one that is being pulled is not."""
+        present_blocks = len(attempt.resident_slots) + done.present
+        if done.snapshot is SnapshotOutlook.HELD:
+            attempt.promised_snapshot = present_blocks * BLOCK_TOKENS
+        self.resolve(attempt, present_blocks=present_blocks)
 
     def resolve(self, attempt: Attempt, *, present_blocks: int) -> PrefillPositions:
         """Positions for a hit of `present_blocks` blocks; takes hold of the snapshot if one is there."""
@@ -70,7 +99,7 @@ class KvKeeper:
             offered_hit=present_blocks * BLOCK_TOKENS,
             keep_tokens=self._keep_tokens,
             window_tokens=self._state_layout.window_tokens,
-            snapshot_held=lambda hit: self._find_snapshot(attempt, hit) is not None,
+            snapshot_held=lambda hit: hit == attempt.promised_snapshot or self._find_snapshot(attempt, hit) is not None,
             spans=attempt.spans,
             embeddings_available=False,
         )
@@ -83,7 +112,22 @@ class KvKeeper:
     def _find_snapshot(self, attempt: Attempt, position: int) -> SwaSnapshot | None:
         if position <= 0:
             return None
+        if attempt.snapshot is not None and attempt.snapshot.position == position:
+            return attempt.snapshot
         return self.states.get(snapshot_key(attempt.keys[position // BLOCK_TOKENS - 1]))
+
+    def take_snapshot_in(self, attempt: Attempt, snapshot: SwaSnapshot | None) -> None:
+        """The snapshot of the look-up is here, or lost. One that fits spares the replay of an attempt that has not begun."""
+        attempt.promised_snapshot = 0
+        if snapshot is None or attempt.rows_computed or snapshot.position != attempt.plan.hit_tokens:
+            return
+        attempt.snapshot = snapshot
+        self.resolve(attempt, present_blocks=attempt.plan.hit_tokens // BLOCK_TOKENS)
+
+    def has_window(self, attempt: Attempt) -> bool:
+        """Whether its window state can be had as planned: replayed, not needed, or from a snapshot that is here."""
+        plan = attempt.plan
+        return plan.hit_tokens == 0 or plan.replay_tokens > 0 or attempt.snapshot is not None
 
     def _drop_residents_beyond(self, attempt: Attempt, num_blocks: int) -> None:
         self.blocks.release(attempt.resident_slots[num_blocks:])
@@ -117,37 +161,39 @@ class KvKeeper:
         self._drop_residents_beyond(attempt, 0)
 
     def start_loading(self, attempt: Attempt) -> bool:
-        """Asks the store for hit blocks that are not in the pool; True = an answer is pending."""
+        """Asks the source for what the hit needs and the pool has not; True = an answer is pending."""
         hit_blocks = attempt.plan.hit_tokens // BLOCK_TOKENS
         first = attempt.num_published
-        if first >= hit_blocks:
-            return False
-        attempt.read_pending = True
-        self._store.load(
-            attempt.attempt_id,
-            list(zip(attempt.keys[first:hit_blocks], attempt.block_slots[first:hit_blocks], strict=True)),
+        attempt.read_pending = hit_blocks > 0 and self._source.load(
+            Load(
+                attempt_id=attempt.attempt_id,
+                keys=attempt.keys[:hit_blocks],
+                first_block=first,
+                slots=attempt.block_slots[first:hit_blocks],
+                tenant=attempt.submit.fairness_key,
+            )
         )
-        return True
+        return attempt.read_pending
 
     def finish_loading(self, attempt: Attempt, done: LoadDone) -> bool:
-        """Publishes loaded blocks; True = the hit shrank and the positions are new.
+        """Publishes loaded blocks, which are whole now; True = the hit shrank and the positions are new.
 
         Raises:
             CapacityError: the hit shrank into blocks shared with others, and there is no room for own copies.
         """
         present = attempt.num_published + len(done.provenances)
-        shrunk = present * BLOCK_TOKENS < attempt.plan.hit_tokens
-        if shrunk:
-            self.resolve(attempt, present_blocks=present)
+        attempt.promised_snapshot = 0
+        hit_before = attempt.plan.hit_tokens
+        if present * BLOCK_TOKENS < hit_before or not self.has_window(attempt):
+            self.resolve(attempt, present_blocks=min(present, hit_before // BLOCK_TOKENS))
         hit_blocks = attempt.plan.hit_tokens // BLOCK_TOKENS
-        for offset, provenance in enumerate(done.provenances):
-            index = attempt.num_published + offset
-            if index < hit_blocks:
-                self.blocks.publish(attempt.block_slots[index], attempt.keys[index], provenance=provenance)
-                self.blocks.mark_stored(attempt.block_slots[index : index + 1])
+        first, end = attempt.num_published, min(hit_blocks, attempt.num_published + len(done.provenances))
+        if first < end:
+            provenances = done.provenances[: end - first]
+            self.blocks.publish_loaded(attempt.block_slots[first:end], attempt.keys[first:end], provenances)
         self._own_blocks_from(attempt, hit_blocks)
         attempt.num_published = hit_blocks
-        return shrunk
+        return attempt.plan.hit_tokens < hit_before
 
     def _own_blocks_from(self, attempt: Attempt, first_block: int) -> None:
         """Swaps resident blocks beyond a shrunk hit for fresh ones: rows will be computed there, and others read the old ones."""
@@ -163,15 +209,27 @@ class KvKeeper:
         self.blocks.release(shared)
 
     def prepare_state(self, attempt: Attempt) -> None:
-        """The state slot as the first chunk needs it: cleared, with the snapshot's rows if there is one."""
+        """The state slot as the first chunk needs it: cleared, with the snapshot's rows if there is one. Called again when that
+        chunk was discarded."""
+        plan, snapshot = attempt.plan, attempt.snapshot
+        assert self.has_window(attempt), "the hit has neither a snapshot nor a replay"
+        self._cache.clear_state(attempt.state_slot)
+        if plan.replay_tokens == 0 and snapshot is not None:
+            self._cache.restore_snapshot(attempt.state_slot, snapshot.position, snapshot.data)
+
+    def gate(self, attempts: Sequence[Attempt]) -> StepGate:
+        """The layer gates of a step of these attempts."""
+        loading = [attempt.attempt_id for attempt in attempts if attempt.read_pending]
+        return self._source.gate(loading, is_shared=len(attempts) > 1)
+
+    def finish_first_chunk(self, attempt: Attempt) -> None:
+        """Its rows are good and its hit is whole: settles what the new blocks descend from, and lets go of the look-up."""
         plan, snapshot = attempt.plan, attempt.snapshot
         hit_slots = attempt.block_slots[: plan.hit_tokens // BLOCK_TOKENS]
         is_exact = plan.replay_tokens == 0 and (snapshot is None or snapshot.exact)
         attempt.provenance = max(self.blocks.provenance(hit_slots), int(not is_exact))
-        self._cache.clear_state(attempt.state_slot)
-        if snapshot is not None:
-            self._cache.restore_snapshot(attempt.state_slot, snapshot.position, snapshot.data)
-            attempt.snapshot = None
+        attempt.snapshot = None
+        self._source.let_go(attempt.attempt_id)
 
     # --- results
     def publish(self, attempt: Attempt, *, upto_blocks: int) -> None:
@@ -179,9 +237,10 @@ class KvKeeper:
         for index in range(attempt.num_published, upto_blocks):
             self.blocks.publish(attempt.block_slots[index], attempt.keys[index], provenance=attempt.provenance)
         attempt.num_published = max(attempt.num_published, upto_blocks)
+        self._pushes.blocks_complete(attempt, end_block=upto_blocks)
 
     def start_storing(self, attempt: Attempt, block_indices: Sequence[int]) -> None:
-        """Hands complete blocks to the store worker, in chain order."""
+        """Hands complete blocks to the source, in chain order."""
         hit_blocks = attempt.plan.hit_tokens // BLOCK_TOKENS
         items = []
         for index in block_indices:
@@ -191,16 +250,17 @@ class KvKeeper:
         if items and attempt.submit.store != "skip":
             attempt.writes_pending += 1
             attempt.blocks_to_store += len(items)
-            self._store.write(attempt.attempt_id, items)
+            self._source.write(attempt.attempt_id, items, tenant=attempt.submit.fairness_key)
 
     def store_missing_hit(self, attempt: Attempt) -> None:
         """Hit blocks of the pool that never reached the store go there now: "required" means the whole prompt."""
-        hit_slots = attempt.block_slots[: attempt.plan.hit_tokens // BLOCK_TOKENS]
-        self.start_storing(attempt, self.blocks.unstored(hit_slots))
+        resident = attempt.block_slots[: attempt.num_published]
+        self.start_storing(attempt, self.blocks.unstored(resident))
 
     def take_snapshots(self, attempt: Attempt, positions: tuple[int, ...]) -> None:
-        """Copies SWA state at `positions` into host memory (R13)."""
+        """Copies SWA state at `positions` into host memory (R13): kept here, else by the source."""
         first_valid = attempt.plan.window_floor
+        others = []
         for position in positions:
             data = self._cache.take_snapshot(attempt.state_slot, position, first_valid=first_valid)
             snapshot = SwaSnapshot(position=position, first_valid=first_valid, exact=attempt.provenance == 0, data=data)
@@ -208,14 +268,25 @@ class KvKeeper:
             self.states.put(key, snapshot)
             if self.states.has(key):
                 attempt.snapshots_held += (position,)
+            else:
+                others.append((key, snapshot))
+        is_pending = bool(others) and self._source.keep_snapshots(
+            attempt.attempt_id, others, tenant=attempt.submit.fairness_key
+        )
+        attempt.writes_pending += int(is_pending)
 
     def export(self, attempt: Attempt) -> tuple[Region, ...]:
         """Opens everything a decode peer reads; the state slot is free afterwards, since the export holds a copy."""
         components = build_components(attempt, cache=self._cache)
         self.release_state(attempt)
+        self._pushes.finish(attempt, components)
         return self._reads.open(attempt.attempt_id, components)
 
     # --- the end
+    def stop_loading(self, attempt: Attempt) -> None:
+        """Makes a load in progress end soon; for an attempt that has ended."""
+        self._source.let_go(attempt.attempt_id)
+
     def release_state(self, attempt: Attempt) -> None:
         if attempt.state_slot >= 0:
             self.states.release_state(attempt.state_slot)
@@ -225,6 +296,7 @@ class KvKeeper:
         """Returns every slot. Only for an attempt that is idle."""
         assert attempt.is_idle, "I/O still names slots of the attempt"
         self._reads.close(attempt.attempt_id)
+        self._source.let_go(attempt.attempt_id)
         self.release_state(attempt)
         self.blocks.release(attempt.resident_slots)
         self.blocks.release(attempt.block_slots)

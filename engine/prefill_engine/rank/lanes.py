@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from prefill_engine.messages import FromRank, ReadRange, ReadReply, ToRank, lane_address
+from prefill_engine.messages import Expose, FromRank, ReadRange, ReadReply, ToRank, lane_address
 
 _WAKE_ADDRESS = "inproc://rank-wake"
 
@@ -80,6 +80,21 @@ class RankLanes:
         socket.send(b"")
 
 
+class EventsLane:
+    """A second way into the events lane, owned by the one thread that makes it (the courier's)."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, socket_dir: str, dp_rank: int) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.connect(lane_address(socket_dir, "events", dp_rank))
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: FromRank) -> None:
+        """Queues an event for the front; never blocks."""
+        self._socket.send(self._encoder.encode(message))
+
+
 class DataLane:
     """The rank's end of the data lane, owned by the read server's thread."""
 
@@ -89,9 +104,9 @@ class DataLane:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(lane_address(socket_dir, "data", dp_rank))
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ReadRange)
+        self._decoder = msgspec.msgpack.Decoder(ReadRange | Expose)
 
-    def receive(self, *, timeout_seconds: float) -> ReadRange | None:
+    def receive(self, *, timeout_seconds: float) -> ReadRange | Expose | None:
         """The next read, or None when none came in time."""
         if not self._socket.poll(round(timeout_seconds * 1000)):
             return None

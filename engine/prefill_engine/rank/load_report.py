@@ -21,7 +21,7 @@ def build_load(
     step_counter: int,
     step: StepReport | None,
     store_ok: bool,
-    store_counters: dict[str, int],
+    source_counters: dict[str, int],
 ) -> RankLoad:
     """Load of a rank now. An attempt waits until it has KV memory and its hit; rows are rows left to compute."""
     live = [attempt for attempt in attempts if not attempt.ended]
@@ -29,7 +29,7 @@ def build_load(
     running = [attempt for attempt in live if attempt.phase is AttemptPhase.RUNNING]
     held = [attempt for attempt in live if attempt.phase is AttemptPhase.COMPUTED]
     by_class = [sum(each.rows_left for each in waiting if each.submit.priority == priority) for priority in (1, 2, 3)]
-    counters = {f"store_{name}": count for name, count in store_counters.items()}
+    counters = dict(source_counters)
     counters |= {f"blocks_{name}": count for name, count in kv.blocks.counters().items()}
     counters |= {f"snapshots_{name}": count for name, count in kv.states.counters().items()}
     return RankLoad(

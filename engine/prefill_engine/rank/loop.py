@@ -4,21 +4,19 @@ The one thread that touches attempts, pools and model. It waits only for message
 front. The trap: an idle rank must go on proving that it lives, hence the canary step.
 """
 
-import threading
 import time
 from collections.abc import Callable
 
-from prefill_engine.kv.store import BlockStore
 from prefill_engine.lockstep import step_wish
 from prefill_engine.messages import Beat, StepReport
 from prefill_engine.parallel.exchange import Exchange
+from prefill_engine.rank.block_source import BlockSource
 from prefill_engine.rank.engine import RankEngine
 from prefill_engine.rank.kv_keeper import KvKeeper
 from prefill_engine.rank.lanes import Mailbox
 from prefill_engine.rank.load_report import build_load
 from prefill_engine.rank.planner import RankPlanner
 from prefill_engine.rank.stepper import Stepper
-from prefill_engine.rank.store_worker import StoreWorker
 from prefill_engine.scheduler import IDLE_STEP, StepDecision
 from prefill_plan.config import EngineConfig
 from prefill_plan.errors import StoreUnavailable
@@ -40,10 +38,8 @@ class StepLoop:
         kv: KvKeeper,
         planner: RankPlanner,
         stepper: Stepper,
-        store: BlockStore,
-        worker: StoreWorker,
+        source: BlockSource,
         exchange: Exchange,
-        store_lost: threading.Event,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -53,10 +49,8 @@ class StepLoop:
         self._kv = kv
         self._planner = planner
         self._stepper = stepper
-        self._store = store
-        self._worker = worker
+        self._source = source
         self._exchange = exchange
-        self._store_lost = store_lost
         self._num_steps = 0
         self._last_step_seconds = time.monotonic()
         self._last_report_seconds = -_REPORT_SECONDS
@@ -70,7 +64,7 @@ class StepLoop:
         busy = False
         while not self._engine.stop_asked:
             busy = self.turn(timeout_seconds=0.0 if busy else self._idle_seconds(), before_step=before_step)
-        self._worker.stop()
+        self._source.stop()
 
     def turn(self, *, timeout_seconds: float, before_step: Callable[[], None]) -> bool:
         """One round: everything that has arrived, then at most one step; True = rows were computed."""
@@ -91,7 +85,7 @@ class StepLoop:
         return max(0.0, min(canary, self._last_report_seconds + _REPORT_SECONDS) - now)
 
     def _check_store(self) -> None:
-        if self._config.store.required and self._store_lost.is_set():
+        if self._config.store.required and self._source.is_lost:
             raise StoreUnavailable("the block store failed and store.required is true; the engine ends")
 
     def _admit(self) -> None:
@@ -131,7 +125,8 @@ class StepLoop:
         self._num_steps = result.step_id
         self._last_step_seconds = time.monotonic()
         if decision.chunks:
-            self._planner.observe(decision, result.seconds)
+            self._planner.observe(decision, result.seconds - result.stall_seconds)
+            self._planner.forget(decision, result.poisoned)
         self._report(
             StepReport(
                 kind=kind,
@@ -152,7 +147,7 @@ class StepLoop:
                 cost=self._planner.cost,
                 step_counter=self._num_steps,
                 step=step,
-                store_ok=not self._store_lost.is_set(),
-                store_counters=self._store.counters(),
+                store_ok=self._source.is_ok,
+                source_counters=self._source.counters(),
             )
         )

@@ -18,6 +18,7 @@ from prefill_engine.model.digests import tokenizer_digest, weights_digest
 from prefill_engine.model.engram_tables import build_engram_tables
 from prefill_engine.model.flash import DeepseekV41Flash
 from prefill_engine.model.load_progress import LoadProgress
+from prefill_engine.model.step import never_wait
 from prefill_engine.model.weights import load_parameters
 from prefill_engine.step_plan import ChunkPlan, StepPlan
 from prefill_kernels.numerics import PRODUCTION
@@ -60,9 +61,14 @@ class ModelRunner:
         self._device = device
 
     def run(
-        self, chunks: tuple[ChunkPlan, ...], rows: Mapping[bytes, AttemptRows], *, on_layer: Callable[[int, int], None]
+        self,
+        chunks: tuple[ChunkPlan, ...],
+        rows: Mapping[bytes, AttemptRows],
+        *,
+        on_layer: Callable[[int, int], None],
+        wait_source: Callable[[int], None] = never_wait,
     ) -> StepResult:
-        """One step; no chunks = placeholder. on_layer(step_id, layer) is called after each layer."""
+        """One step; no chunks = placeholder. on_layer(step_id, layer) is called after each layer, wait_source as Step says."""
         self.num_steps += 1
         step_id = self.num_steps
         start = time.monotonic()
@@ -75,7 +81,9 @@ class ModelRunner:
                 truncation=self._truncation,
                 device=self._device,
             )
-            output = self._model.forward(batch, self.cache, on_layer=lambda layer: on_layer(step_id, layer))
+            output = self._model.forward(
+                batch, self.cache, on_layer=lambda layer: on_layer(step_id, layer), wait_source=wait_source
+            )
         return StepResult(step_id=step_id, logits=output.logits, seconds=time.monotonic() - start)
 
 

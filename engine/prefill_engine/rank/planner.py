@@ -74,6 +74,12 @@ class RankPlanner:
             self._state = refund(self._state, planned=decision, computed=shortened.chunks)
         return shortened
 
+    def forget(self, decision: StepDecision, discarded: frozenset[bytes]) -> None:
+        """Gives back what attempts paid for rows of a step that were thrown away."""
+        if discarded:
+            kept = [cut for cut in decision.chunks if cut.attempt_id not in discarded]
+            self._state = refund(self._state, planned=decision, computed=kept)
+
     def observe(self, decision: StepDecision, seconds: float) -> None:
         """Refines the cost model with a measured step."""
         work = decision.work

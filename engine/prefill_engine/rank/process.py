@@ -13,14 +13,17 @@ from multiprocessing.connection import Connection
 import msgspec
 import zmq
 
+from prefill_engine.kv.transport.tcp import TcpTransport
 from prefill_engine.log import setup_logging
-from prefill_engine.messages import RankArgs
+from prefill_engine.messages import PushReport, RankArgs
 from prefill_engine.rank.build import build_rank
+from prefill_engine.rank.courier import Courier
 from prefill_engine.rank.errors_at_exit import InjectedFault, describe_failure, parse_fault
-from prefill_engine.rank.lanes import DataLane, RankLanes
+from prefill_engine.rank.lanes import DataLane, EventsLane, RankLanes
 from prefill_engine.rank.read_server import ReadServer
 from prefill_plan.config import EngineConfig
 from prefill_plan.errors import ExitCode, PrefillError
+from prefill_plan.kvd_config import TransportConfig
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +65,37 @@ class _Rank:
 
     def run(self) -> None:
         config = msgspec.json.decode(self._args.config, type=EngineConfig)
-        reads = ReadServer()
+        courier = self._open_courier(config)
+        reads = ReadServer(courier)
+        if courier is not None:
+            courier.start(reads.find)
         loop = build_rank(config, rank=self._args.dp_rank, mailbox=self._lanes, reads=reads, enter=self._enter)
         reads.start(DataLane(self._context, socket_dir=self._args.socket_dir, dp_rank=self._args.dp_rank))
         self.phase = "serve"
         loop.run(before_step=lambda: self._raise_fault("serve"))
         reads.stop()
+        if courier is not None:
+            courier.stop()
+
+    def _open_courier(self, config: EngineConfig) -> Courier | None:
+        """The data transport of hand-overs; None if it is turned off. It reports on a socket of its own thread."""
+        if config.handoff.data_port < 0:
+            return None
+        args = self._args
+        port = config.handoff.data_port + args.dp_rank if config.handoff.data_port else 0
+        lanes: list[EventsLane] = []
+
+        def report(message: PushReport) -> None:
+            if not lanes:
+                lanes.append(EventsLane(self._context, socket_dir=args.socket_dir, dp_rank=args.dp_rank))
+            lanes[0].send(message)
+
+        return Courier(
+            lambda: TcpTransport(TransportConfig(host=config.server.host, port=port)),
+            piece_seconds=config.handoff.piece_seconds,
+            report=report,
+            wake=self._lanes.wake,
+        )
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

@@ -1,32 +1,46 @@
-"""Serves ReadKv bytes of computed attempts on a thread of its own, so that a read never waits for a step (C42).
+"""Serves the bytes of computed attempts on a thread of its own, so that a read never waits for a step (C42).
 
-An export is opened when all rows are computed and closed before its blocks are freed. Reads copy under the lock, so when
-`close` has returned no read of that attempt is in flight: that is the "read in flight is one more reason not to free".
+An export is opened when all rows are computed and closed before its blocks are freed. Every read, of the front (ReadKv) and of
+the courier (data transport), copies under the lock: when `close` has returned no read of that attempt is in flight, and no
+peer, however slow, can pin a page. That is the "read in flight is one more reason not to free".
 """
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import crc32c
 
-from prefill_engine.messages import ReadRange, ReadReply, Region
+from prefill_engine.handoff_pieces import (
+    CHECKS_INDEX,
+    PIECE_BYTES,
+    ComponentKey,
+    PieceRange,
+    checksum,
+    cut_pieces,
+    piece_key,
+)
+from prefill_engine.kv.transport.contract import Source
+from prefill_engine.messages import Expose, ReadRange, ReadReply, Region
+from prefill_engine.rank.courier import Courier
 from prefill_engine.rank.lanes import DataLane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One component of a hand-over. kind: pe.v1.ComponentKind number. pieces: consecutive, all but the last equally long."""
+    """One component of a hand-over. kind: pe.v1.ComponentKind number. pieces: consecutive, all but the last equally long.
+    offset: where they begin in the whole component."""
 
     kind: int
     pieces: Sequence[bytes | memoryview]
+    offset: int = 0
 
     @property
     def num_bytes(self) -> int:
         return sum(len(piece) for piece in self.pieces)
 
     def read(self, offset: int, length: int) -> bytes:
-        """Copy of bytes [offset, offset + length), clipped to the component."""
+        """Copy of bytes [offset, offset + length) of the pieces, clipped to them."""
         size = len(self.pieces[0]) if self.pieces else 0
         end = min(offset + length, self.num_bytes)
         if size == 0 or offset >= end:
@@ -38,12 +52,24 @@ class Component:
         return b"".join(parts)
 
 
-class ReadServer:
-    """Owner of the open exports and of the data lane's thread."""
+@dataclass(slots=True)
+class _Exposed:
+    """A component on the data transport. checks: of the pieces served so far, by index; the courier's thread writes them."""
 
-    def __init__(self) -> None:
+    component: Component
+    pieces: tuple[PieceRange, ...]
+    checks: dict[int, bytes] = field(default_factory=dict)
+
+
+class ReadServer:
+    """Owner of the open exports and of the data lane's thread. courier: None = this rank has no data transport."""
+
+    def __init__(self, courier: Courier | None = None) -> None:
+        self.courier = courier
         self._lock = threading.Lock()
-        self._exports: dict[bytes, dict[int, Component]] = {}
+        self._exports: dict[bytes, Mapping[int, Component]] = {}
+        self._exposed: dict[bytes, tuple[_Exposed, int]] = {}
+        self._keys_of: dict[bytes, list[bytes]] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -62,12 +88,17 @@ class ReadServer:
         table = {component.kind: component for component in components if component.num_bytes}
         with self._lock:
             self._exports[attempt_id] = table
-        return tuple(Region(kind=kind, num_bytes=component.num_bytes) for kind, component in table.items())
+        return tuple(
+            Region(kind=kind, num_bytes=component.num_bytes, offset=component.offset)
+            for kind, component in table.items()
+        )
 
     def close(self, attempt_id: bytes) -> None:
         """Ends reads of an attempt; its memory may be reused when this returns. Unknown attempts are fine."""
         with self._lock:
             self._exports.pop(attempt_id, None)
+            for key in self._keys_of.pop(attempt_id, ()):
+                del self._exposed[key]
 
     def read(self, request: ReadRange) -> ReadReply:
         """The asked bytes, or an error text."""
@@ -81,8 +112,57 @@ class ReadServer:
         )
         return ReadReply(read_id=request.read_id, data=data, crc32c=crc32c.crc32c(data), error=error)
 
+    def expose(self, request: Expose) -> ReadReply:
+        """Makes pieces of an open export findable by their keys; again is fine."""
+        with self._lock:
+            table = self._exports.get(request.attempt_id)
+            if table is not None and request.attempt_id not in self._keys_of:
+                self._keys_of[request.attempt_id] = [
+                    key for named in request.keys if named.kind in table for key in self._expose(named, table)
+                ]
+        error = "" if table is not None else "the attempt has nothing to hand over (released or never there)"
+        return ReadReply(read_id=request.read_id, data=b"", crc32c=0, error=error)
+
+    def _expose(self, named: ComponentKey, table: Mapping[int, Component]) -> list[bytes]:
+        component = table[named.kind]
+        pieces = cut_pieces(named.key, num_bytes=component.num_bytes, piece_bytes=PIECE_BYTES)
+        exposed = _Exposed(component, pieces)
+        for piece in pieces:
+            self._exposed[piece.key] = (exposed, piece.index)
+        checks_key = piece_key(named.key, CHECKS_INDEX)
+        self._exposed[checks_key] = (exposed, CHECKS_INDEX)
+        return [*(piece.key for piece in pieces), checks_key]
+
+    def find(self, key: bytes) -> Source | None:
+        """A copy of the piece with this key, or the list of checksums, for the transport; None if no open export has it."""
+        with self._lock:
+            found = self._exposed.get(key)
+        if found is None:
+            return None
+        exposed, index = found
+        data = self._read_checks(key, exposed) if index == CHECKS_INDEX else self._read_piece(key, exposed, index)
+        return None if data is None else Source(view=memoryview(data), fd=-1, offset=0, release=lambda: None)
+
+    def _read_checks(self, key: bytes, exposed: _Exposed) -> bytes | None:
+        for piece in exposed.pieces:
+            if piece.index not in exposed.checks and self._read_piece(key, exposed, piece.index) is None:
+                return None
+        return b"".join(exposed.checks[piece.index] for piece in exposed.pieces)
+
+    def _read_piece(self, key: bytes, exposed: _Exposed, index: int) -> bytes | None:
+        """The lock is held for one piece at a time: the step thread takes it too."""
+        with self._lock:
+            if key not in self._exposed:
+                return None
+            piece = exposed.pieces[index]
+            data = exposed.component.read(piece.start, piece.end - piece.start)
+        exposed.checks[index] = checksum(data)
+        return data
+
     def _run(self, lane: DataLane) -> None:
         while not self._stopping.is_set():
             request = lane.receive(timeout_seconds=0.2)
-            if request is not None:
+            if isinstance(request, Expose):
+                lane.reply(self.expose(request))
+            elif request is not None:
                 lane.reply(self.read(request))

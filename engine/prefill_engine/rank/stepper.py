@@ -6,6 +6,7 @@ block of a finishing chunk is published, so that a step gone wrong never reaches
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ from prefill_engine.step_plan import ChunkPlan
 from prefill_plan.kv_layout import BLOCK_TOKENS
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """seconds: of the whole pass, stall_seconds of them at layer gates. poisoned: attempts whose rows were discarded (C18)."""
+
+    step_id: int
+    seconds: float
+    stall_seconds: float
+    poisoned: frozenset[bytes]
+
+
 class Stepper:
     """Runs decisions and commits their results."""
 
@@ -33,7 +44,7 @@ class Stepper:
         self._runner = runner
         self._send = send
 
-    def run(self, decision: StepDecision, *, on_layer: Callable[[int, int], None]) -> StepResult:
+    def run(self, decision: StepDecision, *, on_layer: Callable[[int, int], None]) -> StepOutcome:
         """Computes the chunks of a decision (none: a placeholder step) and commits them."""
         attempts = [self._engine.attempts[cut.attempt_id] for cut in decision.chunks]
         chunks = tuple(
@@ -48,12 +59,27 @@ class Stepper:
         }
         for attempt in attempts:
             if attempt.rows_computed == 0:
-                self._send(Started(attempt_id=attempt.attempt_id, at_ns=time.monotonic_ns()))
-        result = self._runner.run(chunks, rows, on_layer=on_layer)
+                self._kv.prepare_state(attempt)
+                if not attempt.poisoned:
+                    self._send(Started(attempt_id=attempt.attempt_id, at_ns=time.monotonic_ns()))
+        gate = self._kv.gate(attempts)
+        result = self._runner.run(chunks, rows, on_layer=on_layer, wait_source=gate.wait)
+        for attempt in attempts:
+            if attempt.attempt_id in gate.poisoned:
+                self._engine.requeue(attempt)
+        # Hits whose last group came in during the step become whole before anything that builds on them is published.
+        self._engine.collect()
         finished = iter(result.logits)
         for attempt, chunk in zip(attempts, chunks, strict=True):
-            self._commit(attempt, chunk, result, next(finished) if chunk.is_last else None)
-        return result
+            logits_V = next(finished) if chunk.is_last else None
+            if attempt.attempt_id not in gate.poisoned:
+                self._commit(attempt, chunk, result, logits_V)
+        return StepOutcome(
+            step_id=result.step_id,
+            seconds=result.seconds,
+            stall_seconds=gate.stall_seconds,
+            poisoned=gate.poisoned,
+        )
 
     def _commit(self, attempt: Attempt, chunk: ChunkPlan, result: StepResult, logits_V: Tensor | None) -> None:
         if logits_V is not None and not bool(torch.isfinite(logits_V).all()):
@@ -62,6 +88,8 @@ class Stepper:
             )
             self._engine.fail(attempt, reason="NONFINITE_OUTPUT", retry="ONCE_THEN_FAIL", phase="COMPUTE", message=text)
             return
+        if attempt.rows_computed == 0:
+            self._kv.finish_first_chunk(attempt)
         attempt.next_row = chunk.end
         self._publish(attempt, end_block=chunk.end // BLOCK_TOKENS)
         self._send(
@@ -113,6 +141,7 @@ class Stepper:
                 replayed_tokens=plan.replay_tokens,
                 image_tokens=int(attempt.is_image.sum()),
                 provenance=attempt.provenance,
+                stored_block_keys=b"".join(attempt.keys) if attempt.submit.store_only else b"",
                 at_ns=time.monotonic_ns(),
             )
         )

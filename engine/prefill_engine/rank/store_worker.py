@@ -1,4 +1,4 @@
-"""All store I/O of a rank, on two threads of its own: reads (look-up, load) never queue behind writes.
+"""BlockSource over a block store in this process, on two threads: reads (look-up, load) never queue behind writes.
 
 The step thread hands over work and gets results through one completion queue; it never touches the store. Slots named in a
 job stay referenced by the step thread until the job's result is back, so nothing is freed under running I/O (kv.md 8, bug 9).
@@ -9,54 +9,26 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from prefill_engine.kv.store import BlockStore
+from prefill_engine.rank.block_source import (
+    Completion,
+    Load,
+    LoadDone,
+    LookUp,
+    LookupDone,
+    OpenGate,
+    StepGate,
+    WriteDone,
+    WriteItem,
+)
+from prefill_engine.swa_pool import SwaSnapshot
 from prefill_plan.block_keys import BlockKey
 from prefill_plan.errors import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteItem:
-    """One complete block to publish; provenance 1 = descends from a replay (kv.md 2.2)."""
-
-    key: BlockKey
-    slot: int
-    block_index: int
-    provenance: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LookupDone:
-    """present: leading keys the store seems to have."""
-
-    attempt_id: bytes
-    present: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadDone:
-    """provenances: one per leading block that is in its slot, verified; 1 = descends from a replay."""
-
-    attempt_id: bytes
-    provenances: tuple[int, ...]
-    num_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteDone:
-    """Result of one write job; slots: every slot the job named, written or not."""
-
-    attempt_id: bytes
-    committed: int
-    failed: int
-    slots: tuple[int, ...]
-
-
-Completion = LookupDone | LoadDone | WriteDone
 _Job = Callable[[], Completion]
 
 
@@ -69,14 +41,13 @@ class StoreWorker:
         *,
         block_view: Callable[[int], memoryview],
         wake: Callable[[], None],
-        store_lost: Callable[[], None],
     ) -> None:
-        """block_view: writable payload of a pool slot. store_lost: called (from the writer) when the medium fails."""
+        """block_view: writable payload of a pool slot."""
         self.completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._store = store
         self._block_view = block_view
         self._wake = wake
-        self._store_lost = store_lost
+        self._lost = threading.Event()
         self._reads: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [
@@ -86,17 +57,56 @@ class StoreWorker:
         for thread in self._threads:
             thread.start()
 
-    def look_up(self, attempt_id: bytes, keys: Sequence[BlockKey]) -> None:
-        """Asks how many leading keys are present; answered by LookupDone."""
-        self._reads.put(lambda: LookupDone(attempt_id=attempt_id, present=self._count_present(keys)))
+    @property
+    def is_ok(self) -> bool:
+        """As BlockSource."""
+        return not self._lost.is_set()
 
-    def load(self, attempt_id: bytes, items: Sequence[tuple[BlockKey, int]]) -> None:
-        """Reads blocks into slots in chain order up to the first miss; answered by LoadDone."""
-        self._reads.put(lambda: self._load(attempt_id, items))
+    @property
+    def is_lost(self) -> bool:
+        """As BlockSource."""
+        return self._lost.is_set()
 
-    def write(self, attempt_id: bytes, items: Sequence[WriteItem]) -> None:
-        """Publishes blocks in chain order; answered by WriteDone."""
+    def look_up(self, request: LookUp) -> bool:
+        """As BlockSource; snapshots are not its business (SwaPool has them)."""
+        missing = request.keys[request.resident_blocks :]
+        if not missing:
+            return False
+        self._reads.put(lambda: LookupDone(attempt_id=request.attempt_id, present=self._count_present(missing)))
+        return True
+
+    def load(self, request: Load) -> bool:
+        """As BlockSource: whole blocks in chain order up to the first miss, all groups at once."""
+        items = list(zip(request.keys[request.first_block :], request.slots, strict=True))
+        if not items:
+            return False
+        self._reads.put(lambda: self._load(request.attempt_id, items))
+        return True
+
+    def gate(self, attempt_ids: Sequence[bytes], *, is_shared: bool) -> StepGate:  # noqa: ARG002
+        """As BlockSource: a hit is whole before its attempt runs."""
+        return OpenGate()
+
+    def let_go(self, attempt_id: bytes) -> None:
+        """As BlockSource: look-ups hold nothing here."""
+
+    def write(self, attempt_id: bytes, items: Sequence[WriteItem], *, tenant: str) -> None:  # noqa: ARG002
+        """As BlockSource."""
         self._writes.put(lambda: self._write(attempt_id, items))
+
+    def keep_snapshots(
+        self,
+        attempt_id: bytes,  # noqa: ARG002
+        snapshots: Sequence[tuple[bytes, SwaSnapshot]],  # noqa: ARG002
+        *,
+        tenant: str,  # noqa: ARG002
+    ) -> bool:
+        """As BlockSource: no room for any."""
+        return False
+
+    def counters(self) -> dict[str, int]:
+        """As BlockSource."""
+        return {f"store_{name}": count for name, count in self._store.counters().items()}
 
     def stop(self) -> None:
         """Finishes queued jobs, ends the threads and closes the store."""
@@ -116,7 +126,7 @@ class StoreWorker:
             return self._store.count_present(keys)
         except StoreUnavailable as error:
             logger.warning("store look-up failed; the prompt is computed in full", extra={"error": error.message})
-            self._store_lost()
+            self._lost.set()
             return 0
 
     def _load(self, attempt_id: bytes, items: Sequence[tuple[BlockKey, int]]) -> LoadDone:
@@ -136,7 +146,7 @@ class StoreWorker:
                 "store read failed; the hit is shortened",
                 extra={"error": error.message, "loaded_blocks": len(provenances)},
             )
-            self._store_lost()
+            self._lost.set()
         seconds = time.monotonic() - start
         return LoadDone(attempt_id=attempt_id, provenances=tuple(provenances), num_bytes=num_bytes, seconds=seconds)
 
@@ -150,6 +160,6 @@ class StoreWorker:
                 committed += 1
         except StoreUnavailable as error:
             logger.warning("store write failed; blocks stay in the pool only", extra={"error": error.message})
-            self._store_lost()
+            self._lost.set()
         slots = tuple(item.slot for item in items)
         return WriteDone(attempt_id=attempt_id, committed=committed, failed=len(items) - committed, slots=slots)

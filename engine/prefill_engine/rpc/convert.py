@@ -72,14 +72,14 @@ def first_token_message(body: FirstToken) -> prefill_pb2.FirstToken:
 
 
 def ticket_message(offer: TicketOffer, *, served: ServedModel) -> prefill_pb2.Ticket:
-    """A ticket with its format, its lease and where its components are read."""
+    """A ticket with its format, its lease and where its components are read through gRPC."""
     identity = served.identity
     regions = [
         prefill_pb2.ComponentRegions(
             kind=common_pb2.ComponentKind.Name(region.kind),
             region=common_pb2.RegionRef(
                 stream=common_pb2.StreamRegion(endpoint=identity.endpoint),
-                extents=[common_pb2.Extent(offset=0, length=region.num_bytes)],
+                extents=[common_pb2.Extent(offset=region.offset, length=region.num_bytes)],
             ),
         )
         for region in offer.regions
@@ -95,6 +95,7 @@ def ticket_message(offer: TicketOffer, *, served: ServedModel) -> prefill_pb2.Ti
         regions=regions,
         source_endpoint=identity.endpoint,
         source_engine_id=identity.engine_id,
+        mode=offer.mode.upper(),
     )
 
 
@@ -134,14 +135,21 @@ def server_info_message(served: ServedModel) -> prefill_pb2.ServerInfo:
         dp_ranks=served.dp_size,
         chunk_cap_per_gpu=served.chunk_cap_tokens,
         max_context=served.max_context_tokens,
-        handoff_modes=["PULL", "NONE"],
-        transports=[TRANSPORT],
+        handoff_modes=served_modes(served),
+        transports=[served.data_transport, TRANSPORT] if served.data_transport else [TRANSPORT],
         features=["attach", "estimate", "cancel_wait_drained"],
         layout_digest=served.layout_digest,
         numerics_class=served.numerics_class,
         keep_tokens=served.keep_tokens,
         device=served.device,
     )
+
+
+def served_modes(served: ServedModel) -> list[str]:
+    """Names of HandoffPlan.Mode that this engine can serve."""
+    push = ["PUSH"] if served.data_transport else []
+    store_only = ["STORE_ONLY"] if served.store_kind != "memory" else []
+    return ["PULL", *push, *store_only, "NONE"]
 
 
 def load_message(view: LoadView, *, seq: int, known_attempts: Sequence[bytes]) -> prefill_pb2.LoadReport:

@@ -16,6 +16,7 @@ from prefill_engine.front.call import PrefillCall, digest_content
 from prefill_engine.front.served_model import PROTOCOL_MIN, ServedModel
 from prefill_engine.messages import ImageItem, Sampling
 from prefill_engine.rpc import common_pb2, prefill_pb2
+from prefill_engine.rpc.parse_handoff import parse_handoff, plan_digest_parts
 from prefill_engine.rpc.status import refuse
 from prefill_plan.block_keys import ImageDigest, block_keys
 
@@ -24,7 +25,6 @@ _KEY_BYTES = 32
 _MAX_TOP_LOGPROBS = 20
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _STORE = {0: "best_effort", 1: "best_effort", 2: "required", 3: "skip"}
-_PULL = (prefill_pb2.HandoffPlan.MODE_UNSPECIFIED, prefill_pb2.HandoffPlan.PULL)
 
 
 def parse_call(request: prefill_pb2.PrefillRequest, served: ServedModel) -> PrefillCall:
@@ -40,7 +40,7 @@ def parse_call(request: prefill_pb2.PrefillRequest, served: ServedModel) -> Pref
     tokens = _parse_tokens(request, served)
     images = _parse_images(request, tokens, served)
     offered_hit = _parse_hit(request, tokens, images, served)
-    handoff = _parse_handoff(request.handoff, served)
+    handoff = parse_handoff(request, served)
     if request.store.durability not in _STORE:
         refuse("PROTOCOL_TOO_OLD", f"store durability {request.store.durability} is unknown to this engine; refused")
     tenant = request.tenant
@@ -63,7 +63,9 @@ def parse_call(request: prefill_pb2.PrefillRequest, served: ServedModel) -> Pref
         max_queue_wait_seconds=_optional_seconds(budget, "max_queue_wait"),
         max_compute_rows=budget.max_compute_rows or None,
         sampling=_parse_sampling(request, served),
-        handoff=handoff,
+        handoff=handoff.mode != "none",
+        mode=handoff.mode,
+        push=handoff.push,
         ticket_ttl_seconds=_optional_seconds(request.handoff, "ticket_ttl"),
         store=_STORE[request.store.durability],
         progress_gap_seconds=max(0.0, _seconds(request.events.min_progress_gap)),
@@ -201,25 +203,6 @@ def _parse_sampling(request: prefill_pb2.PrefillRequest, served: ServedModel) ->
     )
 
 
-def _parse_handoff(plan: prefill_pb2.HandoffPlan, served: ServedModel) -> bool:
-    """Whether a ticket is wanted. Unknown modes fail closed."""
-    if plan.mode == prefill_pb2.HandoffPlan.NONE:
-        return False
-    if plan.mode not in _PULL:
-        known = plan.mode in prefill_pb2.HandoffPlan.Mode.values()
-        name = prefill_pb2.HandoffPlan.Mode.Name(plan.mode) if known else str(plan.mode)
-        refuse("TRANSPORT_UNSUPPORTED", f"hand-off mode {name}, this engine serves PULL and NONE")
-    check_format(plan.accepted_format, served)
-    return True
-
-
-def check_format(fingerprint: bytes, served: ServedModel) -> None:
-    """Refuses a peer that reads another KV format; empty = not checked."""
-    if fingerprint and fingerprint != served.format.fingerprint:
-        ours = served.format.fingerprint
-        refuse("KV_FORMAT_MISMATCH", f"KV format {_show(fingerprint)}, this engine writes {_show(ours)}")
-
-
 def _with_digest(call: PrefillCall, request: prefill_pb2.PrefillRequest) -> PrefillCall:
     hit, handoff, resume = request.hit, request.handoff, request.resume
     plain = (
@@ -228,13 +211,7 @@ def _with_digest(call: PrefillCall, request: prefill_pb2.PrefillRequest) -> Pref
         [(item.start, item.length, item.content_key) for item in call.images],
         (call.offered_hit, list(hit.block_keys)),
         msgspec.json.encode(call.sampling),
-        (
-            handoff.mode,
-            handoff.decode_endpoint,
-            handoff.decode_engine_id,
-            handoff.accepted_format,
-            call.ticket_ttl_seconds,
-        ),
+        (*plan_digest_parts(handoff, call.push), call.ticket_ttl_seconds),
         (request.tenant.tenant, call.cache_scope, call.priority, call.fairness_key, call.weight),
         (resume.first_token_already_shown, resume.first_token),
         (call.store, list(request.store.swa_checkpoints)),

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from prefill_engine.kv.transport.base import Transport
+from prefill_engine.kv.transport.contract import Transport
 from prefill_engine.kv.transport.nixl import NixlTransport
 from prefill_engine.kv.transport.nixl_agent import load_library
 from prefill_engine.kv.transport.rdma import DEVICE_ROOT, find_devices

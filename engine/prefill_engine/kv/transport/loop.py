@@ -6,7 +6,7 @@ The trap: it proves nothing about a network. It passes the contract suite, so co
 import time
 from collections.abc import Callable
 
-from prefill_engine.kv.transport.base import PullOutcome, PullState, Source
+from prefill_engine.kv.transport.contract import PullOutcome, PullState, Source
 from prefill_engine.kv.transport.grants import Grant, Grants
 from prefill_engine.kv.transport.outcome import check_arguments, ended
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from prefill_engine.kv.transport.base import PullOutcome, PullState, Source
+from prefill_engine.kv.transport.contract import PullOutcome, PullState, Source
 from prefill_engine.kv.transport.frame import Frame, FrameError, Op, Refusal, encode
 from prefill_engine.kv.transport.grants import Grant, Grants
 from prefill_engine.kv.transport.link import Link, LinkLost

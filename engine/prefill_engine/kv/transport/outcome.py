@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from prefill_engine.kv.transport.base import PullOutcome, PullState
+from prefill_engine.kv.transport.contract import PullOutcome, PullState
 from prefill_engine.kv.transport.frame import Frame, Op, Refusal, check_key
 
 

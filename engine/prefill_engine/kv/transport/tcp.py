@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from prefill_engine.kv.transport.base import PullOutcome, PullState, Source
+from prefill_engine.kv.transport.contract import PullOutcome, PullState, Source
 from prefill_engine.kv.transport.frame import Frame, FrameError, Op, Refusal, encode
 from prefill_engine.kv.transport.grants import Grants
 from prefill_engine.kv.transport.link import Link, LinkLost

@@ -51,7 +51,7 @@ class Transport(Protocol):
         ...
 
     async def listen(self, find: Callable[[bytes], Source | None]) -> str:
-        """Serves things by their 32-byte key (the key is a capability: it must be presented in full). Returns host:port."""
+        """Serves things by their key, 32 to 40 bytes (a capability: it must be presented in full). Returns host:port."""
         ...
 
     async def pull(self, endpoint: str, key: bytes, target: memoryview, *, deadline_seconds: float) -> PullOutcome:

@@ -1,0 +1,92 @@
+"""The few driver calls that a swap-in on CUDA needs, as a protocol, and their real implementation on libcuda.
+
+Used by cuda_swap_in.py; tests have a stub. NEVER RUN on a GPU so far. The trap: every call returns a code, and a call on a broken
+context fails from then on; such a failure is a GPU fault (exit 14), not a miss.
+"""
+
+import ctypes
+from typing import Protocol
+
+_PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | DEVICEMAP
+_HOSTALLOC_PORTABLE_AND_MAPPED = 0x01 | 0x02
+_WAIT_VALUE_GEQ = 0x0
+
+
+class CudaDriver(Protocol):
+    """Streams are raw handles."""
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """Pins and maps host memory that stays where it is. Raises RuntimeError."""
+        ...
+
+    def unregister_host(self, address: int) -> None: ...
+
+    def device_address(self, address: int) -> int:
+        """What kernels call registered or allocated host memory."""
+        ...
+
+    def allocate_words(self, num_words: int) -> int:
+        """Host address of zeroed, pinned, mapped u32 words; they live until the process ends."""
+        ...
+
+    def wait_word(self, stream: int, device_address: int, value: int) -> None:
+        """Work after this in the stream starts when the word is >= value; returns at once."""
+        ...
+
+    def copy_to_device(self, stream: int, target: int, source: int, num_bytes: int) -> None:
+        """Queues one copy from registered host memory."""
+        ...
+
+    def synchronize(self, stream: int) -> None:
+        """Returns when everything in the stream is done; lets other Python threads run."""
+        ...
+
+
+class LibCuda:
+    """CudaDriver on the machine's libcuda, in the context that torch has made current on each thread that calls."""
+
+    def __init__(self) -> None:
+        """Raises OSError without a driver."""
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+
+    def register_host(self, address: int, num_bytes: int) -> None:
+        """As CudaDriver."""
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _PORTABLE_AND_MAPPED)
+
+    def unregister_host(self, address: int) -> None:
+        """As CudaDriver."""
+        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def device_address(self, address: int) -> int:
+        """As CudaDriver."""
+        out = ctypes.c_uint64()
+        self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(out), ctypes.c_void_p(address), 0)
+        return out.value
+
+    def allocate_words(self, num_words: int) -> int:
+        """As CudaDriver."""
+        out = ctypes.c_void_p()
+        flags = _HOSTALLOC_PORTABLE_AND_MAPPED
+        self._call("cuMemHostAlloc", ctypes.byref(out), ctypes.c_size_t(4 * num_words), flags)
+        assert out.value is not None, "cuMemHostAlloc gave no memory and no error"
+        ctypes.memset(out.value, 0, 4 * num_words)
+        return out.value
+
+    def wait_word(self, stream: int, device_address: int, value: int) -> None:
+        """As CudaDriver."""
+        target = ctypes.c_uint64(device_address)
+        self._call("cuStreamWaitValue32_v2", ctypes.c_void_p(stream), target, ctypes.c_uint32(value), _WAIT_VALUE_GEQ)
+
+    def copy_to_device(self, stream: int, target: int, source: int, num_bytes: int) -> None:
+        """As CudaDriver."""
+        to, size = ctypes.c_uint64(target), ctypes.c_size_t(num_bytes)
+        self._call("cuMemcpyHtoDAsync_v2", to, ctypes.c_void_p(source), size, ctypes.c_void_p(stream))
+
+    def synchronize(self, stream: int) -> None:
+        """As CudaDriver."""
+        self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        code = self._cuda[name](*arguments)
+        if code != 0:
+            raise RuntimeError(f"{name} failed with CUresult {code}, expected 0; the GPU cannot be used any more")
