@@ -23,7 +23,14 @@ from prefill_operator.resources import CHILD_KINDS, NODES, PODS, POOLS, Json, Po
 from prefill_operator.settings import NodeSignals
 
 _COUNTED = ("managedFields", "resourceVersion", "generation")
-_ACTIVE_CONDITIONS = MappingProxyType({ChildKind.HPA: "ScalingActive", ChildKind.SCALED_OBJECT: "Ready"})
+_ACTIVE_CONDITIONS: Mapping[ChildKind, Mapping[str, str]] = MappingProxyType(
+    {
+        ChildKind.HPA: {"ScalingActive": "True"},
+        # With a fallback KEDA stays Ready while its metrics are lost; the other two say it.
+        ChildKind.SCALED_OBJECT: {"Ready": "True", "HPAActive": "True", "Fallback": "False"},
+    }
+)
+"""What an autoscaler that acts reports, the condition that every version reports first."""
 
 ObjectId = tuple[str, str]
 """Namespace ("" for nodes) and name."""
@@ -53,9 +60,9 @@ class ChildRecord:
     body: bytes
     """The object as JSON, without its status and what the API server counts in its metadata."""
     active: bool | None
-    """HPA: ScalingActive, ScaledObject: Ready; None = not reported, or another kind."""
+    """Whether an HPA or ScaledObject has metrics to act on; None = not reported, or another kind."""
     message: str
-    """Of that condition, unless it is True."""
+    """Of the condition that says why not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,10 +265,7 @@ def read_child(kind: ChildKind, body: Json, *, pool: PoolKey) -> ChildRecord:
     """The record of an object that concerns `pool`."""
     metadata = {name: value for name, value in body["metadata"].items() if name not in _COUNTED}
     rest = {name: value for name, value in body.items() if name not in ("metadata", "status")}
-    wanted = _ACTIVE_CONDITIONS.get(kind)
-    conditions: Iterable[Json] = (body.get("status") or {}).get("conditions") or ()
-    found = next((item for item in conditions if wanted and item.get("type") == wanted), {})
-    active = None if found.get("status") not in ("True", "False") else found["status"] == "True"
+    active, message = _read_activity(kind, (body.get("status") or {}).get("conditions") or ())
     return ChildRecord(
         pool=pool,
         kind=kind,
@@ -270,8 +274,19 @@ def read_child(kind: ChildKind, body: Json, *, pool: PoolKey) -> ChildRecord:
         controller_uid=controller_uid(metadata),
         body=msgspec.json.encode({**rest, "metadata": metadata}),
         active=active,
-        message=f"{found.get('reason', '')}: {found.get('message', '')}" if active is False else "",
+        message=message,
     )
+
+
+def _read_activity(kind: ChildKind, conditions: Iterable[Json]) -> tuple[bool | None, str]:
+    """ChildRecord.active and .message of an object with these conditions."""
+    wanted = _ACTIVE_CONDITIONS.get(kind, {})
+    reported = {item["type"]: item for item in conditions if item.get("status") in ("True", "False")}
+    for name, word in wanted.items():
+        found = reported.get(name)
+        if found is not None and found["status"] != word:
+            return False, f"{found.get('reason', '')}: {found.get('message', '')}"
+    return (True if next(iter(wanted), "") in reported else None), ""
 
 
 def pool_of_labels(body: Json) -> PoolKey | None:

@@ -35,7 +35,7 @@ class ChildKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Termination:
-    """The last end of the engine container, from state.terminated or lastState.terminated and its termination message."""
+    """The last end of a container, from state.terminated or lastState.terminated and its termination message."""
 
     at: float
     exit_code: int
@@ -52,6 +52,16 @@ class Termination:
     want_bytes: int = 0
     free_bytes: int = 0
     detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SidecarDown:
+    """A container before the engine that has ended and is not up again."""
+
+    name: str
+    end: Termination
+    is_waiting: bool
+    """In CrashLoopBackOff; else the next try runs or is about to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +102,8 @@ class ObservedPod:
     """Best knowledge: the last termination, else when the pod was scheduled."""
     restart_count: int = 0
     termination: Termination | None = None
+    sidecar: SidecarDown | None = None
+    """None = all are up, or have never ended."""
     draining_since: float | None = None
     """From the pod's annotation."""
     drain_done: bool = False
@@ -142,7 +154,7 @@ class ObservedChild:
     """Equals what we would render now, in the fields that we set."""
     foreign: bool = False
     active: bool | None = None
-    """HPA: ScalingActive, ScaledObject: Active or Ready; None = not reported yet."""
+    """Whether an HPA or ScaledObject has metrics to act on; None = not reported yet."""
     message: str = ""
 
 

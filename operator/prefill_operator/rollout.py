@@ -7,6 +7,7 @@ a device demands (cordon, fault) may surge even where maxSurge is 0, because oth
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from prefill_operator.api_parts import RolloutStrategy
 from prefill_operator.failures import STUCK_STATES, PodState, Remedy
@@ -198,7 +199,7 @@ def _drop_surplus(groups: _Groups, situation: Situation) -> tuple[int, list[PodV
     surplus = max(0, len(groups.wanted) + len(groups.kept) - targets.total)
     order = order_for_scale_down([*groups.wanted, *groups.kept], situation.intent.scheduling.placement)
     dropped = []
-    for view in order[:surplus]:
+    for view in islice(order, surplus):
         group = groups.wanted if view.is_updated else groups.kept
         if not view.pod.ready:
             group.remove(view)

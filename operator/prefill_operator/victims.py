@@ -3,7 +3,7 @@
 Every order ends in incarnation and name, so that two operators with the same view choose the same pod.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prefill_operator.api_parts import Placement
@@ -25,10 +25,13 @@ class NodeChoice:
     message: str = ""
 
 
-def order_for_scale_down(views: Iterable[PodView], placement: Placement) -> list[PodView]:
-    """Not Ready first, then old revisions, then the PE whose removal helps placement, then least backlog."""
-    views = list(views)
-    per_node = count_by_node(views)
+def order_for_scale_down(views: Iterable[PodView], placement: Placement) -> Iterator[PodView]:
+    """Not Ready first, then old revisions, then the PE whose removal helps placement, then least backlog.
+
+    Each is chosen as if those before it were gone, so that several at once help placement as much as one by one.
+    """
+    left = list(views)
+    per_node = count_by_node(left)
 
     def rank(view: PodView) -> tuple[int, int, int, int, float, int, str]:
         on_node = per_node[view.pod.node]
@@ -43,7 +46,11 @@ def order_for_scale_down(views: Iterable[PodView], placement: Placement) -> list
             view.pod.name,
         )
 
-    return sorted(views, key=rank)
+    while left:
+        first = min(left, key=rank)
+        left.remove(first)
+        per_node[first.pod.node] -= 1
+        yield first
 
 
 def order_for_rollout(views: Iterable[PodView], *, gpus: int, nodes: Sequence[ObservedNode] | None) -> list[PodView]:

@@ -140,8 +140,17 @@ def nodes(bed: "Bed") -> "Cluster":
 
 
 @pytest.fixture
+def chart_values() -> dict[str, object]:
+    """Values of `release` beside those that every case has; a module with other wishes overrides it."""
+    return {}
+
+
+@pytest.fixture
 def release(
-    request: pytest.FixtureRequest, nodes: "Cluster", bed: "Bed", helm: "Callable[[Cluster], Helm]"
+    request: pytest.FixtureRequest,
+    nodes: "Cluster",
+    helm: "Callable[[Cluster], Helm]",
+    chart_values: dict[str, object],
 ) -> "Release":
     """The chart, installed on the real nodes once."""
     from prefill_bed.installation import Release
@@ -149,7 +158,7 @@ def release(
     release = Release(nodes, helm(nodes), ["/"])
     request.node.stash[STORIES].append(lambda: nodes.describe(Release.NAMESPACE))
     request.node.stash[STORIES].append(release.logs)
-    release.install()
+    release.install(**chart_values)
     return release
 
 

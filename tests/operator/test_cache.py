@@ -15,6 +15,7 @@ from prefill_testing.operator_rig import KEY, POOL
 POOL_RESOURCE = POOLS[Kind.PREFILL_POOL]
 SERVICE = CHILDREN[ChildKind.SERVICE]
 HPA = CHILDREN[ChildKind.HPA]
+SCALED_OBJECT = CHILDREN[ChildKind.SCALED_OBJECT]
 
 
 def _cache() -> Cache:
@@ -172,6 +173,31 @@ def test_autoscaler_says_whether_it_is_active(word: str, active: bool | None) ->
     (child,) = cache.children(KEY)
     assert child.active is active
     assert child.message == ("FailedGetExternalMetric: no data" if active is False else "")
+
+
+@pytest.mark.parametrize(
+    ("words", "active", "message"),
+    [
+        ({"Ready": "Unknown", "Fallback": "False"}, None, ""),
+        ({"Ready": "True", "Fallback": "False"}, True, ""),
+        ({"Ready": "True", "Fallback": "Unknown", "HPAActive": "Unknown"}, True, ""),
+        ({"Ready": "True", "Active": "False", "Fallback": "False", "HPAActive": "True"}, True, ""),
+        ({"Ready": "False", "Fallback": "False"}, False, "ReadyReason: no data"),
+        ({"Ready": "True", "Fallback": "True", "HPAActive": "True"}, False, "FallbackReason: no data"),
+        ({"Ready": "True", "Fallback": "False", "HPAActive": "False"}, False, "HPAActiveReason: no data"),
+    ],
+    ids=["new", "older keda", "unknown", "idle", "not ready", "fallback", "hpa without metrics"],
+)
+def test_scaled_object_without_metrics_is_not_active(words: dict[str, str], active: bool | None, message: str) -> None:
+    """With a fallback KEDA says Ready=True while its Prometheus is away."""
+    cache = _cache()
+    conditions = [
+        {"type": kind, "status": word, "reason": f"{kind}Reason", "message": "no data"} for kind, word in words.items()
+    ]
+    cache.put(SCALED_OBJECT, _child(1, status={"conditions": conditions}))
+
+    (child,) = cache.children(KEY)
+    assert (child.active, child.message) == (active, message)
 
 
 def test_object_without_our_label_is_nobodys() -> None:

@@ -239,6 +239,26 @@ def test_scale_down_frees_a_whole_node_or_evens_out(placement: Placement, kept: 
     assert sorted(pod.incarnation for pod in cluster.serving) == kept
 
 
+@pytest.mark.parametrize(
+    ("placement", "nodes", "kept"),
+    [
+        (Placement.PACK, ("gpu-0", "gpu-1", "gpu-1", "gpu-0"), [2, 3]),
+        (Placement.SPREAD, ("gpu-0", "gpu-0", "gpu-1", "gpu-1"), [1, 3]),
+    ],
+    ids=["Pack", "Spread"],
+)
+def test_scale_down_by_two_at_once_counts_the_first_as_gone(
+    placement: Placement, nodes: tuple[str, ...], kept: list[int]
+) -> None:
+    """Two nodes of two PEs each."""
+    cluster = running(make_spec(replicas=4))
+    for number, node in zip((1, 2, 3, 4), nodes, strict=True):
+        cluster.change(cluster.name_of(number), node=node)
+    cluster.edit(replicas=2, scheduling=SchedulingSpec(placement=placement))
+    cluster.settle()
+    assert sorted(pod.incarnation for pod in cluster.serving) == kept
+
+
 def test_scale_down_of_nearly_everything_is_a_slope_and_an_event() -> None:
     """k8s.md 2 row 33."""
     cluster = running(make_spec(replicas=8, lifecycle=LifecycleSpec(max_concurrent_loads=0, max_concurrent_drains=2)))

@@ -1,14 +1,12 @@
 """The API server as plain JSON over HTTP: what the cases read and write where a user's kubectl is not the point."""
 
 import json
-import ssl
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import urllib3
 import yaml
 
 Json = dict[str, Any]
@@ -46,11 +44,14 @@ class ApiError(Exception):
 
 
 class Api:
-    """One identity's view of one API server. Paths are built from resource names; every call is bounded by a timeout."""
+    """One identity's view of one API server. Paths are built from resource names; every call is bounded by a timeout.
+
+    Connections are kept, so that the harness costs the API server as little as it can. A server that is away is an OSError.
+    """
 
     def __init__(self, server: str, token: str, ca: Path) -> None:
         self.server, self._token, self._ca = server, token, ca
-        self._tls = ssl.create_default_context(cafile=str(ca))
+        self._pool = urllib3.PoolManager(maxsize=16, ca_certs=str(ca), retries=False)
 
     @classmethod
     def from_kubeconfig(cls, path: Path) -> "Api":
@@ -81,13 +82,14 @@ class Api:
         """One request. JSON answers are parsed, others (logs, metrics) returned as text. Raises ApiError on 400 and more."""
         data = None if body is None else (body if isinstance(body, bytes) else json.dumps(body).encode())
         headers = {"Authorization": f"Bearer {self._token}", "Accept": "application/json", "Content-Type": content_type}
-        request = urllib.request.Request(self.server + path, data=data, method=method, headers=headers)
         try:
-            with urllib.request.urlopen(request, context=self._tls, timeout=timeout) as answer:
-                text, kind = answer.read().decode(), answer.headers.get("Content-Type", "")
-        except urllib.error.HTTPError as error:
-            raise ApiError(error.code, error.read().decode(), f"{method} {path}") from None
-        return json.loads(text) if "json" in kind else text
+            answer = self._pool.request(method, self.server + path, body=data, headers=headers, timeout=timeout)
+        except urllib3.exceptions.HTTPError as error:
+            raise ConnectionError(f"{method} {path}: {error}") from error
+        text = answer.data.decode()
+        if answer.status >= 400:
+            raise ApiError(answer.status, text, f"{method} {path}")
+        return json.loads(text) if "json" in answer.headers.get("Content-Type", "") else text
 
     def watch(self, resource: str, namespace: str, labels: str, *, seconds: int = 600) -> Iterator[tuple[str, Json]]:
         """The objects that are there as ("ADDED", object), then each change, until the server ends the stream."""
@@ -96,11 +98,16 @@ class Api:
         query = {"labelSelector": labels, "watch": "1", "timeoutSeconds": str(seconds)}
         query["resourceVersion"] = listed["metadata"]["resourceVersion"]
         headers = {"Authorization": f"Bearer {self._token}"}
-        request = urllib.request.Request(self.server + self.path(resource, namespace, **query), headers=headers)
-        with urllib.request.urlopen(request, context=self._tls, timeout=seconds + 30) as answer:
+        url = self.server + self.path(resource, namespace, **query)
+        answer = self._pool.request("GET", url, headers=headers, timeout=seconds + 30, preload_content=False)
+        try:
             for line in answer:
                 event = json.loads(line)
                 yield event["type"], event["object"]
+        except urllib3.exceptions.HTTPError as error:
+            raise ConnectionError(f"watch of {resource}: {error}") from error
+        finally:
+            answer.close()
 
     def path(self, resource: str, namespace: str | None, name: str | None = None, **query: str) -> str:
         """`resource` may carry a subresource: "pods/eviction"."""
