@@ -5,6 +5,7 @@ Exit codes: 0 ok, 1 failed, 2 usage or configuration (serve: the codes of ExitCo
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -25,7 +26,10 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit code."""
+    """Runs one verb and returns its exit code. argv None: this process is the command, and SIGTERM ends it."""
+    if argv is None:
+        # Process 1 of a container ignores what it does not handle: a pod deleted in its first second would live out its grace.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="prefill-engine", description="Prefill engine for DeepSeek-V4.1-Flash.")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
