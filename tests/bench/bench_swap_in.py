@@ -244,7 +244,7 @@ def report_step_thread(bench: Bench, runs: int) -> None:
         )
         attempt = read_submit(_submit(run), keys)
         steps: dict[str, Callable[[], object]] = {
-            "resolve": lambda k=keeper, a=attempt: k.start_resolving(a),
+            "resolve": lambda k=keeper, a=attempt: k.start_resolving(a, step_waits=False),
             "look-up answer": lambda k=keeper, a=attempt: k.finish_look_up(
                 a, LookupDone(attempt_id=a.attempt_id, present=NUM_BLOCKS)
             ),

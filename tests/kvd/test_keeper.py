@@ -193,6 +193,19 @@ def test_blocks_of_the_store_are_read_verified_and_kept(tmp_path: Path) -> None:
     run(test, tmp_path)
 
 
+def test_waiting_step_gets_its_first_groups_first(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        keys = chain("a", 4)
+        await rig.directory.publish_segments("fake", [rig.store.put(keys)])
+        for first, step_waits in ((0, False), (2, True)):
+            answer = await rig.open(keys[: first + 2], resident_blocks=first, step_waits=step_waits)
+            await until(lambda answer=answer: rig.row(answer).ready[0] == 2)
+            rig.keeper.close([answer.lease_id])
+        assert rig.store.group_major == [False, True]
+
+    run(test, tmp_path)
+
+
 def test_damaged_block_ends_the_hit_and_is_not_kept(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
         keys = chain("a", 6)

@@ -58,12 +58,14 @@ class FakeStore:
         self.fail_reads = self.fail_writes = False
         self.damage: Callable[[BlockKey, bytearray], None] = lambda _key, _record: None
         self.num_reads = 0
+        self.group_major: list[bool] = []
 
     def put(self, keys: Sequence[BlockKey], *, provenance: int = 0) -> SegmentInfo:
         records = [(key, make_record(key, index=index, provenance=provenance)) for index, key in enumerate(keys)]
         return self._add(records)
 
     def read(self, job: ReadJob) -> None:
+        self.group_major.append(job.group_major)
         for index, read in enumerate(job.reads):
             if self.hang is not None:
                 self.hang.wait()

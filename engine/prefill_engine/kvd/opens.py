@@ -26,7 +26,8 @@ from prefill_plan.layer_spec import BLOCK_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAsk:
-    """keys: of all blocks of the wanted hit, resident ones included. limit_seconds: reads that take longer are given up."""
+    """keys: of all blocks of the wanted hit, resident ones included. limit_seconds: reads that take longer are given up.
+    step_waits: the first groups are wanted before whole blocks, though all of them take longer then."""
 
     keys: Sequence[BlockKey]
     resident_blocks: int
@@ -34,6 +35,7 @@ class OpenAsk:
     want_snapshot: bool
     limit_seconds: float
     refuse_replayed: bool
+    step_waits: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +194,13 @@ class Opens:
             self._reads.start(session.owner_epoch, checks, read=None, limit_seconds=ask.limit_seconds)
         if reads:
             assert store is not None
-            self._reads.start(session.owner_epoch, reads, read=store.read, limit_seconds=ask.limit_seconds)
+            self._reads.start(
+                session.owner_epoch,
+                reads,
+                read=store.read,
+                limit_seconds=ask.limit_seconds,
+                group_major=ask.step_waits,
+            )
         self._metrics.swapin_bytes.labels("shm").inc((num - len(reads) - len(checks)) * state.geometry.record_bytes)
         return lease
 

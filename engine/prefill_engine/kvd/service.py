@@ -86,6 +86,7 @@ class KvdService(kv_pb2_grpc.KvdServicer):
             want_snapshot=request.want_snapshot,
             limit_seconds=limit.seconds + limit.nanos * 1e-9 or _DEFAULT_LIMIT_SECONDS,
             refuse_replayed=request.refuse_replayed,
+            step_waits=request.step_waits,
         )
         try:
             answer = await self._keeper.open(request.owner_epoch, ask)

@@ -26,12 +26,13 @@ class SnapshotOutlook(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookUp:
     """keys: of the whole wanted hit, in chain order. resident_blocks: leading ones that the rank's own pool has. tenant: who
-    pays for the room."""
+    pays for the room. step_waits: nothing else is to be computed, so the first groups are wanted before whole blocks."""
 
     attempt_id: bytes
     keys: tuple[BlockKey, ...]
     resident_blocks: int
     tenant: str
+    step_waits: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

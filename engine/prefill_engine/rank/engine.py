@@ -110,9 +110,13 @@ class RankEngine:
             limit = self._kv.capacity_blocks * BLOCK_TOKENS
             text = f"the prompt has {attempt.prompt_tokens} tokens, KV memory of this engine holds {limit}"
             self.fail(attempt, reason="KV_MEMORY", retry="NEVER", phase="ADMISSION", message=text)
-        elif not self._kv.start_resolving(attempt):
+        elif not self._kv.start_resolving(attempt, step_waits=self._is_alone(attempt)):
             self._kv.resolve(attempt, present_blocks=len(attempt.resident_slots))
             self._accept(attempt, SnapshotOutlook.NONE)
+
+    def _is_alone(self, attempt: Attempt) -> bool:
+        """No other attempt has rows left, so a step could begin now."""
+        return not any(other.rows_left for other in self.attempts.values() if other is not attempt)
 
     def _keys(self, submit: Submit) -> tuple[BlockKey, ...]:
         root = chain_root(

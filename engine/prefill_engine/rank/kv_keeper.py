@@ -61,8 +61,8 @@ class KvKeeper:
         return self.blocks.num_blocks - self.blocks.reserve_blocks
 
     # --- hit
-    def start_resolving(self, attempt: Attempt) -> bool:
-        """Pins what the pool has and asks the source for the rest; True = an answer is pending."""
+    def start_resolving(self, attempt: Attempt, *, step_waits: bool) -> bool:
+        """Pins what the pool has and asks the source for the rest; True = an answer is pending. step_waits: as LookUp's."""
         limit = attempt.prompt_tokens if attempt.submit.offered_hit is None else attempt.submit.offered_hit
         usable = effective_hit(
             min(limit, attempt.prompt_tokens),
@@ -81,6 +81,7 @@ class KvKeeper:
                 keys=wanted,
                 resident_blocks=len(attempt.resident_slots),
                 tenant=attempt.submit.fairness_key,
+                step_waits=step_waits,
             )
         )
         return attempt.read_pending

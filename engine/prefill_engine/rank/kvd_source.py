@@ -263,6 +263,7 @@ class KvdSource:
             resident_blocks=request.resident_blocks,
             tenant=request.tenant,
             want_snapshot=True,
+            step_waits=request.step_waits,
         )
         message.limit.FromNanoseconds(round(self._settings.swap_in_seconds * 1e9))
         self.client.open(message, lambda answer: self._jobs.put(lambda: self._take_answer(ask, link, answer)))

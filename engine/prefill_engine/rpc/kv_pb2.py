@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprefill_engine/rpc/kv.proto\x12\x05pe.v1\x1a\x1egoogle/protobuf/duration.proto\"\x8b\x01\n\x0eSessionRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.pe.v1.SessionHelloH\x00\x12*\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x16.pe.v1.SessionAttachedH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.pe.v1.SessionBeatH\x00\x42\x03\n\x01m\"\xab\x01\n\x0cSessionHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x13\n\x0bowner_epoch\x18\x04 \x01(\x06\x12&\n\x08geometry\x18\x05 \x01(\x0b\x32\x14.pe.v1.BlockGeometry\x12\x16\n\x0esnapshot_bytes\x18\x06 \x01(\r\x12\x13\n\x0bheld_leases\x18\x07 \x03(\x06\"~\n\rBlockGeometry\x12\x15\n\rlayout_digest\x18\x01 \x01(\x0c\x12\x14\n\x0cheader_bytes\x18\x02 \x01(\r\x12\x15\n\rpayload_bytes\x18\x03 \x01(\r\x12\x14\n\x0crecord_bytes\x18\x04 \x01(\r\x12\x13\n\x0bgroup_bytes\x18\x05 \x03(\r\"\x11\n\x0fSessionAttached\"\r\n\x0bSessionBeat\"\x8e\x01\n\x0fSessionResponse\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.pe.v1.SessionWelcomeH\x00\x12$\n\x05ready\x18\x02 \x01(\x0b\x32\x13.pe.v1.SessionReadyH\x00\x12&\n\x06notice\x18\x03 \x01(\x0b\x32\x14.pe.v1.SessionNoticeH\x00\x42\x03\n\x01m\"\x83\x01\n\x0eSessionWelcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tkvd_epoch\x18\x02 \x01(\x06\x12\x11\n\tpool_path\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x0c\x12\x16\n\x0e\x61\x64opted_leases\x18\x05 \x03(\x06\x12\x12\n\necho_index\x18\x06 \x01(\r\"\x0e\n\x0cSessionReady\"F\n\rSessionNotice\x12\x10\n\x08store_ok\x18\x01 \x01(\x08\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\"\xc7\x01\n\x0bOpenRequest\x12\x13\n\x0bowner_epoch\x18\x01 \x01(\x06\x12\x12\n\nattempt_id\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x17\n\x0fresident_blocks\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x15\n\rwant_snapshot\x18\x06 \x01(\x08\x12(\n\x05limit\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0frefuse_replayed\x18\x08 \x01(\x08\"\xb1\x02\n\x0cOpenResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x11\n\tlease_row\x18\x02 \x01(\r\x12\x14\n\x0c\x66ound_blocks\x18\x03 \x01(\r\x12\x11\n\x05slots\x18\x04 \x03(\rB\x02\x10\x01\x12.\n\x08snapshot\x18\x05 \x01(\x0e\x32\x1c.pe.v1.OpenResponse.Snapshot\x12\x15\n\rsnapshot_slot\x18\x06 \x01(\r\x12\x15\n\rshrunk_blocks\x18\x07 \x01(\r\x12.\n\x0bretry_after\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\x08Snapshot\x12\x18\n\x14SNAPSHOT_UNSPECIFIED\x10\x00\x12\x08\n\x04NONE\x10\x01\x12\x08\n\x04HELD\x10\x02\x12\x0b\n\x07PULLING\x10\x03\"y\n\x13ReserveSlotsRequest\x12\x13\n\x0bowner_epoch\x18\x01 \x01(\x06\x12\x12\n\nattempt_id\x18\x02 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x15\n\rnum_snapshots\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"]\n\x14ReserveSlotsResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x06\x12\x11\n\x05slots\x18\x02 \x03(\rB\x02\x10\x01\x12\x1a\n\x0esnapshot_slots\x18\x03 \x03(\rB\x02\x10\x01\"\x85\x01\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x06\x12\"\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x12.pe.v1.CommitBlock\x12(\n\tsnapshots\x18\x03 \x03(\x0b\x32\x15.pe.v1.CommitSnapshot\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"(\n\x0b\x43ommitBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04slot\x18\x02 \x01(\r\"+\n\x0e\x43ommitSnapshot\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04slot\x18\x02 \x01(\r\"P\n\x0e\x43ommitResponse\x12\x15\n\rstored_blocks\x18\x01 \x01(\r\x12\x16\n\x0eheld_snapshots\x18\x02 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\"N\n\x0fTruncateRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rdrop_snapshot\x18\x03 \x01(\x08\"!\n\x10TruncateResponse\x12\r\n\x05known\x18\x01 \x01(\x08\":\n\x0c\x43loseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x06\x12\x17\n\x0freservation_ids\x18\x02 \x03(\x06\" \n\rCloseResponse\x12\x0f\n\x07unknown\x18\x01 \x01(\r2\xe0\x02\n\x03Kvd\x12<\n\x07Session\x12\x15.pe.v1.SessionRequest\x1a\x16.pe.v1.SessionResponse(\x01\x30\x01\x12/\n\x04Open\x12\x12.pe.v1.OpenRequest\x1a\x13.pe.v1.OpenResponse\x12\x42\n\x07Reserve\x12\x1a.pe.v1.ReserveSlotsRequest\x1a\x1b.pe.v1.ReserveSlotsResponse\x12\x35\n\x06\x43ommit\x12\x14.pe.v1.CommitRequest\x1a\x15.pe.v1.CommitResponse\x12;\n\x08Truncate\x12\x16.pe.v1.TruncateRequest\x1a\x17.pe.v1.TruncateResponse\x12\x32\n\x05\x43lose\x12\x13.pe.v1.CloseRequest\x1a\x14.pe.v1.CloseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bprefill_engine/rpc/kv.proto\x12\x05pe.v1\x1a\x1egoogle/protobuf/duration.proto\"\x8b\x01\n\x0eSessionRequest\x12$\n\x05hello\x18\x01 \x01(\x0b\x32\x13.pe.v1.SessionHelloH\x00\x12*\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x16.pe.v1.SessionAttachedH\x00\x12\"\n\x04\x62\x65\x61t\x18\x03 \x01(\x0b\x32\x12.pe.v1.SessionBeatH\x00\x42\x03\n\x01m\"\xab\x01\n\x0cSessionHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x13\n\x0bowner_epoch\x18\x04 \x01(\x06\x12&\n\x08geometry\x18\x05 \x01(\x0b\x32\x14.pe.v1.BlockGeometry\x12\x16\n\x0esnapshot_bytes\x18\x06 \x01(\r\x12\x13\n\x0bheld_leases\x18\x07 \x03(\x06\"~\n\rBlockGeometry\x12\x15\n\rlayout_digest\x18\x01 \x01(\x0c\x12\x14\n\x0cheader_bytes\x18\x02 \x01(\r\x12\x15\n\rpayload_bytes\x18\x03 \x01(\r\x12\x14\n\x0crecord_bytes\x18\x04 \x01(\r\x12\x13\n\x0bgroup_bytes\x18\x05 \x03(\r\"\x11\n\x0fSessionAttached\"\r\n\x0bSessionBeat\"\x8e\x01\n\x0fSessionResponse\x12(\n\x07welcome\x18\x01 \x01(\x0b\x32\x15.pe.v1.SessionWelcomeH\x00\x12$\n\x05ready\x18\x02 \x01(\x0b\x32\x13.pe.v1.SessionReadyH\x00\x12&\n\x06notice\x18\x03 \x01(\x0b\x32\x14.pe.v1.SessionNoticeH\x00\x42\x03\n\x01m\"\x83\x01\n\x0eSessionWelcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tkvd_epoch\x18\x02 \x01(\x06\x12\x11\n\tpool_path\x18\x03 \x01(\t\x12\r\n\x05nonce\x18\x04 \x01(\x0c\x12\x16\n\x0e\x61\x64opted_leases\x18\x05 \x03(\x06\x12\x12\n\necho_index\x18\x06 \x01(\r\"\x0e\n\x0cSessionReady\"F\n\rSessionNotice\x12\x10\n\x08store_ok\x18\x01 \x01(\x08\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\"\xdb\x01\n\x0bOpenRequest\x12\x13\n\x0bowner_epoch\x18\x01 \x01(\x06\x12\x12\n\nattempt_id\x18\x02 \x01(\x0c\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x17\n\x0fresident_blocks\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x15\n\rwant_snapshot\x18\x06 \x01(\x08\x12(\n\x05limit\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0frefuse_replayed\x18\x08 \x01(\x08\x12\x12\n\nstep_waits\x18\t \x01(\x08\"\xb1\x02\n\x0cOpenResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x11\n\tlease_row\x18\x02 \x01(\r\x12\x14\n\x0c\x66ound_blocks\x18\x03 \x01(\r\x12\x11\n\x05slots\x18\x04 \x03(\rB\x02\x10\x01\x12.\n\x08snapshot\x18\x05 \x01(\x0e\x32\x1c.pe.v1.OpenResponse.Snapshot\x12\x15\n\rsnapshot_slot\x18\x06 \x01(\r\x12\x15\n\rshrunk_blocks\x18\x07 \x01(\r\x12.\n\x0bretry_after\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\x08Snapshot\x12\x18\n\x14SNAPSHOT_UNSPECIFIED\x10\x00\x12\x08\n\x04NONE\x10\x01\x12\x08\n\x04HELD\x10\x02\x12\x0b\n\x07PULLING\x10\x03\"y\n\x13ReserveSlotsRequest\x12\x13\n\x0bowner_epoch\x18\x01 \x01(\x06\x12\x12\n\nattempt_id\x18\x02 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x15\n\rnum_snapshots\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"]\n\x14ReserveSlotsResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x06\x12\x11\n\x05slots\x18\x02 \x03(\rB\x02\x10\x01\x12\x1a\n\x0esnapshot_slots\x18\x03 \x03(\rB\x02\x10\x01\"\x85\x01\n\rCommitRequest\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x06\x12\"\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x12.pe.v1.CommitBlock\x12(\n\tsnapshots\x18\x03 \x03(\x0b\x32\x15.pe.v1.CommitSnapshot\x12\x0e\n\x06tenant\x18\x04 \x01(\t\"(\n\x0b\x43ommitBlock\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04slot\x18\x02 \x01(\r\"+\n\x0e\x43ommitSnapshot\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x0c\n\x04slot\x18\x02 \x01(\r\"P\n\x0e\x43ommitResponse\x12\x15\n\rstored_blocks\x18\x01 \x01(\r\x12\x16\n\x0eheld_snapshots\x18\x02 \x01(\r\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\"N\n\x0fTruncateRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rdrop_snapshot\x18\x03 \x01(\x08\"!\n\x10TruncateResponse\x12\r\n\x05known\x18\x01 \x01(\x08\":\n\x0c\x43loseRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x06\x12\x17\n\x0freservation_ids\x18\x02 \x03(\x06\" \n\rCloseResponse\x12\x0f\n\x07unknown\x18\x01 \x01(\r2\xe0\x02\n\x03Kvd\x12<\n\x07Session\x12\x15.pe.v1.SessionRequest\x1a\x16.pe.v1.SessionResponse(\x01\x30\x01\x12/\n\x04Open\x12\x12.pe.v1.OpenRequest\x1a\x13.pe.v1.OpenResponse\x12\x42\n\x07Reserve\x12\x1a.pe.v1.ReserveSlotsRequest\x1a\x1b.pe.v1.ReserveSlotsResponse\x12\x35\n\x06\x43ommit\x12\x14.pe.v1.CommitRequest\x1a\x15.pe.v1.CommitResponse\x12;\n\x08Truncate\x12\x16.pe.v1.TruncateRequest\x1a\x17.pe.v1.TruncateResponse\x12\x32\n\x05\x43lose\x12\x13.pe.v1.CloseRequest\x1a\x14.pe.v1.CloseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,31 +57,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONNOTICE']._serialized_start=843
   _globals['_SESSIONNOTICE']._serialized_end=913
   _globals['_OPENREQUEST']._serialized_start=916
-  _globals['_OPENREQUEST']._serialized_end=1115
-  _globals['_OPENRESPONSE']._serialized_start=1118
-  _globals['_OPENRESPONSE']._serialized_end=1423
-  _globals['_OPENRESPONSE_SNAPSHOT']._serialized_start=1354
-  _globals['_OPENRESPONSE_SNAPSHOT']._serialized_end=1423
-  _globals['_RESERVESLOTSREQUEST']._serialized_start=1425
-  _globals['_RESERVESLOTSREQUEST']._serialized_end=1546
-  _globals['_RESERVESLOTSRESPONSE']._serialized_start=1548
-  _globals['_RESERVESLOTSRESPONSE']._serialized_end=1641
-  _globals['_COMMITREQUEST']._serialized_start=1644
-  _globals['_COMMITREQUEST']._serialized_end=1777
-  _globals['_COMMITBLOCK']._serialized_start=1779
-  _globals['_COMMITBLOCK']._serialized_end=1819
-  _globals['_COMMITSNAPSHOT']._serialized_start=1821
-  _globals['_COMMITSNAPSHOT']._serialized_end=1864
-  _globals['_COMMITRESPONSE']._serialized_start=1866
-  _globals['_COMMITRESPONSE']._serialized_end=1946
-  _globals['_TRUNCATEREQUEST']._serialized_start=1948
-  _globals['_TRUNCATEREQUEST']._serialized_end=2026
-  _globals['_TRUNCATERESPONSE']._serialized_start=2028
-  _globals['_TRUNCATERESPONSE']._serialized_end=2061
-  _globals['_CLOSEREQUEST']._serialized_start=2063
-  _globals['_CLOSEREQUEST']._serialized_end=2121
-  _globals['_CLOSERESPONSE']._serialized_start=2123
-  _globals['_CLOSERESPONSE']._serialized_end=2155
-  _globals['_KVD']._serialized_start=2158
-  _globals['_KVD']._serialized_end=2510
+  _globals['_OPENREQUEST']._serialized_end=1135
+  _globals['_OPENRESPONSE']._serialized_start=1138
+  _globals['_OPENRESPONSE']._serialized_end=1443
+  _globals['_OPENRESPONSE_SNAPSHOT']._serialized_start=1374
+  _globals['_OPENRESPONSE_SNAPSHOT']._serialized_end=1443
+  _globals['_RESERVESLOTSREQUEST']._serialized_start=1445
+  _globals['_RESERVESLOTSREQUEST']._serialized_end=1566
+  _globals['_RESERVESLOTSRESPONSE']._serialized_start=1568
+  _globals['_RESERVESLOTSRESPONSE']._serialized_end=1661
+  _globals['_COMMITREQUEST']._serialized_start=1664
+  _globals['_COMMITREQUEST']._serialized_end=1797
+  _globals['_COMMITBLOCK']._serialized_start=1799
+  _globals['_COMMITBLOCK']._serialized_end=1839
+  _globals['_COMMITSNAPSHOT']._serialized_start=1841
+  _globals['_COMMITSNAPSHOT']._serialized_end=1884
+  _globals['_COMMITRESPONSE']._serialized_start=1886
+  _globals['_COMMITRESPONSE']._serialized_end=1966
+  _globals['_TRUNCATEREQUEST']._serialized_start=1968
+  _globals['_TRUNCATEREQUEST']._serialized_end=2046
+  _globals['_TRUNCATERESPONSE']._serialized_start=2048
+  _globals['_TRUNCATERESPONSE']._serialized_end=2081
+  _globals['_CLOSEREQUEST']._serialized_start=2083
+  _globals['_CLOSEREQUEST']._serialized_end=2141
+  _globals['_CLOSERESPONSE']._serialized_start=2143
+  _globals['_CLOSERESPONSE']._serialized_end=2175
+  _globals['_KVD']._serialized_start=2178
+  _globals['_KVD']._serialized_end=2530
 # @@protoc_insertion_point(module_scope)

@@ -101,7 +101,7 @@ class SessionNotice(_message.Message):
     def __init__(self, store_ok: _Optional[bool] = ..., transport: _Optional[str] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("owner_epoch", "attempt_id", "keys", "resident_blocks", "tenant", "want_snapshot", "limit", "refuse_replayed")
+    __slots__ = ("owner_epoch", "attempt_id", "keys", "resident_blocks", "tenant", "want_snapshot", "limit", "refuse_replayed", "step_waits")
     OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class OpenRequest(_message.Message):
     WANT_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     REFUSE_REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    STEP_WAITS_FIELD_NUMBER: _ClassVar[int]
     owner_epoch: int
     attempt_id: bytes
     keys: bytes
@@ -118,7 +119,8 @@ class OpenRequest(_message.Message):
     want_snapshot: bool
     limit: _duration_pb2.Duration
     refuse_replayed: bool
-    def __init__(self, owner_epoch: _Optional[int] = ..., attempt_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., resident_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., want_snapshot: _Optional[bool] = ..., limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., refuse_replayed: _Optional[bool] = ...) -> None: ...
+    step_waits: bool
+    def __init__(self, owner_epoch: _Optional[int] = ..., attempt_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., resident_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., want_snapshot: _Optional[bool] = ..., limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., refuse_replayed: _Optional[bool] = ..., step_waits: _Optional[bool] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
     __slots__ = ("lease_id", "lease_row", "found_blocks", "slots", "snapshot", "snapshot_slot", "shrunk_blocks", "retry_after")
