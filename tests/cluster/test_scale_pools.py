@@ -57,7 +57,7 @@ def wait_all_ready(cluster: Cluster, namespace: str, count: int, *, seconds: flo
         ready = sum(conditions(item).get("Ready", {}).get("status") == "True" for item in pools)
         assert ready == count, f"{ready} of {count} pools Ready"
 
-    until(f"{count} pools", check, seconds=seconds, interval=0.5)
+    until(f"{count} pools", check, seconds=seconds, interval=1.0)
 
 
 def metric(text: str, name: str) -> float:

@@ -139,8 +139,12 @@ class FakePod:
 class FakeKubelets:
     """All nodes of one process."""
 
-    def __init__(self, session: aiohttp.ClientSession, server: str, args: argparse.Namespace) -> None:
-        self._session, self._server, self._args = session, server, args
+    def __init__(
+        self, session: aiohttp.ClientSession, beats: aiohttp.ClientSession, server: str, args: argparse.Namespace
+    ) -> None:
+        """beats: connections for heartbeats alone. Behind the pods of a busy cluster they would come too late, and the nodes be
+        called lost."""
+        self._session, self._beats, self._server, self._args = session, beats, server, args
         self._nodes = [f"gpu-{index}" for index in range(args.nodes)]
         self._control = Control()
         self._pods: dict[str, FakePod] = {}
@@ -154,13 +158,20 @@ class FakeKubelets:
         await asyncio.gather(self._watch_control(), self._watch_pods(), *(self._beat(node) for node in self._nodes))
 
     async def _call(
-        self, method: str, path: str, body: Json | None = None, content_type: str = "application/json"
+        self,
+        method: str,
+        path: str,
+        body: Json | None = None,
+        content_type: str = "application/json",
+        *,
+        is_beat: bool = False,
     ) -> int:
         """One request; connection trouble is a status of 0, since a kubelet outlives its API server."""
         data = None if body is None else json.dumps(body)
         headers = {"Content-Type": content_type}
         try:
-            async with self._session.request(method, self._server + path, data=data, headers=headers) as answer:
+            session = self._beats if is_beat else self._session
+            async with session.request(method, self._server + path, data=data, headers=headers) as answer:
                 if answer.status >= 400 and answer.status not in (404, 409):
                     print(method, path, answer.status, (await answer.text())[:300], flush=True)
                 return answer.status
@@ -188,9 +199,9 @@ class FakeKubelets:
             else:
                 if silent:
                     lease = {"metadata": {"name": node}, "spec": {"holderIdentity": node, "leaseDurationSeconds": 40}}
-                    await self._call("POST", leases, lease)
+                    await self._call("POST", leases, lease, is_beat=True)
                 renewal = {"spec": {"holderIdentity": node, "renewTime": micro_stamp()}}
-                renewed = await self._call("PATCH", f"{leases}/{node}", renewal, MERGE) == 200
+                renewed = await self._call("PATCH", f"{leases}/{node}", renewal, MERGE, is_beat=True) == 200
                 silent = not renewed or (silent and not await self._say_ready(node))
             await asyncio.sleep(0.5 if silent else self._args.heartbeat)
 
@@ -198,7 +209,8 @@ class FakeKubelets:
         condition = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "fake"}
         condition |= {"lastHeartbeatTime": stamp(), "lastTransitionTime": stamp()}
         path = f"/api/v1/nodes/{node}/status"
-        return await self._call("PATCH", path, {"status": {"conditions": [condition]}}, STRATEGIC) == 200
+        body = {"status": {"conditions": [condition]}}
+        return await self._call("PATCH", path, body, STRATEGIC, is_beat=True) == 200
 
     async def _watch_control(self) -> None:
         seen = ""
@@ -341,12 +353,17 @@ class FakeKubelets:
 async def run(args: argparse.Namespace) -> None:
     config = yaml.safe_load(args.kubeconfig.read_text())
     cluster, token = config["clusters"][0]["cluster"], config["users"][0]["user"]["token"]
-    connector = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=cluster["certificate-authority"]), limit=64)
+    tls = ssl.create_default_context(cafile=cluster["certificate-authority"])
     headers = {"Authorization": f"Bearer {token}"}
-    async with aiohttp.ClientSession(
-        connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=20)
-    ) as session:
-        await asyncio.gather(FakeKubelets(session, cluster["server"], args).run(), serve_engine(args.engine_port))
+
+    def connect(limit: int) -> aiohttp.ClientSession:
+        connector = aiohttp.TCPConnector(ssl=tls, limit=limit)
+        return aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=20))
+
+    # A real kubelet writes one status at a time: about as many at once as there are nodes.
+    async with connect(args.nodes + 2) as session, connect(args.nodes) as beats:
+        kubelets = FakeKubelets(session, beats, cluster["server"], args)
+        await asyncio.gather(kubelets.run(), serve_engine(args.engine_port))
 
 
 def main(argv: list[str]) -> None:
