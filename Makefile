@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml charts/
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint unit bench protos lock clean images test-cluster test-cluster-short bench-cluster demo-cluster demo-cluster-down
+.PHONY: help setup demo test lint unit test-kv-kills soak-kv bench protos lock clean images test-cluster test-cluster-short bench-cluster demo-cluster demo-cluster-down
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -35,7 +35,15 @@ lint: setup  ## ruff, mypy --strict, import contracts
 	$(BIN)/lint-imports
 
 unit: setup  ## pytest
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests --ignore=tests/cluster
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not kills" tests --ignore=tests/cluster
+
+test-kv-kills: setup  ## the whole process-kill matrix: engine, kvd, peer, directory, killed and frozen in every phase (10 minutes)
+	$(BIN)/python -m pytest -q tests/e2e/test_kv_kills.py
+
+SOAK_MINUTES ?= 10
+SOAK_SEED ?= $(shell date +%s)
+soak-kv: setup  ## random requests, kills and store faults on two nodes, every answer verified (SOAK_MINUTES, SOAK_SEED)
+	PYTHONPATH=tests $(BIN)/python -m prefill_testing.kv_soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
 
 bench: setup  ## benchmarks that run on a CPU (figures, not tests)
 	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done

@@ -1,4 +1,4 @@
-"""The demo's conversation: a text of this repository, tokenised and cut into three user turns. Used by demo.py."""
+"""The demo's conversation: a text of this repository, tokenised and cut into user turns. Used by demo.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +10,11 @@ from tokenizers import Tokenizer
 import prefill_engine
 from prefill_plan.errors import ConfigError
 
-_TURN_SHARES = (0.70, 0.17, 0.13)
+_TURN_SHARES = (0.52, 0.12, 0.12, 0.12, 0.12)
 """A long first message, then short ones, as a conversation has them."""
+NUM_TURNS = len(_TURN_SHARES)
+MIN_TOKENS = 1200
+"""Below this, a turn is hardly longer than a block, and its window snapshots are not its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +26,7 @@ class Conversation:
 
 
 def build_conversation(tokenizer: Tokenizer, *, num_tokens: int) -> Conversation:
-    """The first `num_tokens` tokens of a text of this repository, as three messages.
+    """The first `num_tokens` tokens of a text of this repository, as NUM_TURNS messages.
 
     Raises:
         ConfigError: no text is long enough.

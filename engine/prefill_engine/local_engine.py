@@ -1,59 +1,44 @@
 """An engine as a child process of ours: `prefill-engine serve` on this machine's CPU. Used by the demo and end-to-end tests.
 
-The trap: an engine is several processes. The child leads a process group of its own, and ending it ends the whole group.
+The trap: an engine is several processes; see local_process.py.
 """
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from prefill_plan.errors import PeerError
-
-_POLL_SECONDS = 0.02
-_LOG_TAIL_LINES = 20
+from prefill_engine.local_process import LocalProcess
 
 
 class LocalEngine:
     """One engine process at a time. Use as a context manager: leaving it kills what still runs."""
 
-    def __init__(self, model: Path, *, run_dir: Path, store: Path, overrides: Sequence[str]) -> None:
-        """run_dir gets log and ready file; store is the directory of the file store; overrides are `--set` values."""
+    def __init__(
+        self,
+        model: Path,
+        *,
+        run_dir: Path,
+        store: Path | None,
+        overrides: Sequence[str],
+        name: str = "the engine",
+        temp_dir: Path | None = None,
+    ) -> None:
+        """run_dir gets the log; store: directory of the file store, None where overrides name a kvd; overrides are `--set`
+        values. temp_dir: a short path for its sockets, which stay there when it is killed."""
         self.log_path = run_dir / "engine.log"
         self.endpoint = ""
-        self.pid = 0
-        self._ready_file = run_dir / "ready.json"
-        self._command = [
-            sys.executable,
-            "-m",
-            "prefill_engine",
-            "serve",
-            "--model",
-            str(model),
-            "--ready-file",
-            str(self._ready_file),
-            "--termination-log",
-            str(run_dir / "termination.json"),
-        ]
-        settings = (
-            "device=cpu",
-            "ops=ref",
-            "server.host=127.0.0.1",
-            "server.port=0",
-            "store.kind=file",
-            f"store.path={store}",
-            *overrides,
-        )
-        for setting in settings:
-            self._command += ["--set", setting]
-        self._process: subprocess.Popen[bytes] | None = None
+        # As if outside a pod, also in one: it listens on loopback.
+        command = ["env", "-u", "POD_IP", *([f"TMPDIR={temp_dir}"] if temp_dir is not None else []), sys.executable]
+        command += ["-m", "prefill_engine", "serve", "--model", str(model)]
+        command += ["--termination-log", str(run_dir / "termination.json")]
+        settings = ["device=cpu", "ops=ref", "server.host=127.0.0.1", "server.port=0"]
+        if store is not None:
+            settings += ["store.kind=file", f"store.path={store}"]
+        for setting in (*settings, *overrides):
+            command += ["--set", setting]
+        self._process = LocalProcess(name, command, log_path=self.log_path, ready_event="ready")
 
     def __enter__(self) -> Self:
         return self
@@ -63,27 +48,27 @@ class LocalEngine:
     ) -> None:
         self.kill()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def start(self, *, timeout_seconds: float) -> None:
-        """Starts the engine and waits until it is ready; sets endpoint and pid.
+        """launch and wait_ready."""
+        self.launch()
+        self.wait_ready(timeout_seconds=timeout_seconds)
+
+    def launch(self) -> None:
+        """Starts the engine and returns at once."""
+        self._process.launch()
+
+    def wait_ready(self, *, timeout_seconds: float) -> None:
+        """Waits until it takes requests; sets endpoint.
 
         Raises:
             PeerError: it ended, or was not ready in time; the message has the end of its log.
         """
-        self.kill()
-        self._ready_file.unlink(missing_ok=True)
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + timeout_seconds
-        while not self._ready_file.exists():
-            exit_code = self._process.poll()
-            if exit_code is not None:
-                raise PeerError(f"the engine ended with exit code {exit_code} before it was ready\n{self.log_tail()}")
-            if time.monotonic() > deadline:
-                raise PeerError(f"the engine was not ready after {timeout_seconds:.0f} s\n{self.log_tail()}")
-            time.sleep(_POLL_SECONDS)
-        ready = json.loads(self._ready_file.read_bytes())
+        ready = self._process.wait_ready(timeout_seconds=timeout_seconds)
         self.endpoint = f"{ready['host']}:{ready['port']}"
-        self.pid = self._process.pid
 
     def stop(self, *, timeout_seconds: float) -> int:
         """SIGTERM, then waits for the drain; the exit code.
@@ -91,25 +76,13 @@ class LocalEngine:
         Raises:
             PeerError: it did not end in time.
         """
-        assert self._process is not None, "start() comes first"
-        self._process.terminate()
-        try:
-            return self._process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired as error:
-            raise PeerError(
-                f"the engine did not end {timeout_seconds:.0f} s after SIGTERM\n{self.log_tail()}"
-            ) from error
+        self._process.ask_to_end()
+        return self._process.wait_ended(timeout_seconds=timeout_seconds)
 
     def kill(self) -> None:
         """SIGKILL to the whole group, as a machine that loses power; nothing happens if no engine runs."""
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process = None
+        self._process.kill()
 
     def log_tail(self) -> str:
         """The last lines of the engine's log, indented."""
-        lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-        return "\n".join(f"  | {line}" for line in lines)
+        return self._process.log_tail()

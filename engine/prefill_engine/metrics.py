@@ -4,7 +4,7 @@ Exported by the front, outside the rank processes, so figures survive a wedged r
 engine whose times are no GPU's (decision 25).
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
 # 1-2-5 from 1 ms to 120 s.
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 120)
@@ -61,7 +61,7 @@ class Metrics:
         self.ttft_seconds = seconds("ttft_seconds", "Arrival to first token.", ("class",))
         self.hit_shrunk = counter("hit_shrunk_total", "Hits lowered below the offer.", ("reason",))
         self.swa_source = counter("swa_source_total", "Where window state came from.", ("from",))
-        self._add_handoff(registry)
+        self._add_kv(registry)
         self.kv_transfer_seconds = seconds("kv_transfer_seconds", "Claim to end of a hand-off.", ("direction",))
         self.kv_transfer_bytes = counter("kv_transfer_bytes_total", "Bytes handed over.", ("direction", "component"))
         self.kv_transfer_failures = counter(
@@ -78,7 +78,7 @@ class Metrics:
         self.weight_load_bytes = gauge("weight_load_bytes", "Weight bytes loaded.", ("stage", "rank"))
 
     def _add_handoff(self, registry: CollectorRegistry) -> None:
-        """Families of kv.md 7.7 and of pushes."""
+        """Of hand-offs and pushes."""
         self.handoff_seconds = Histogram(
             "kv_handoff_seconds",
             "Claim (push: ticket) to acceptance of a hand-off.",
@@ -90,4 +90,34 @@ class Metrics:
             PREFIX + "grants_open",
             "Grants of decode peers that are filled, offered or not yet let go of.",
             registry=registry,
+        )
+
+    def _add_kv(self, registry: CollectorRegistry) -> None:
+        """Families of kv.md 7.7 that a rank counts; kvd exports its own under the same prefix, from a port of its own."""
+
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        self._add_handoff(registry)
+        self.kv_open = counter("kv_open_total", "Look-ups at kvd: exact, pulling, replay or miss.", ("mode",))
+        self.kv_open_late = counter("kv_open_late_total", "Look-ups not answered in time; they are misses, too.")
+        self.kv_hit_tokens = counter("kv_hit_tokens_total", "Tokens of blocks that look-ups found.")
+        self.kv_requested_tokens = counter("kv_requested_tokens_total", "Tokens of blocks that look-ups asked for.")
+        self.kv_loads = counter("kv_swapin_total", "Swap-ins: whole, short, late, lost or given_up.", ("ending",))
+        self.kv_loaded_bytes = counter("kv_swapin_copied_bytes_total", "Bytes copied from kvd's pool to the KV cache.")
+        self.kv_swapin_stall = counter(
+            "kv_swapin_stall_seconds_total", "Time that steps stood still at the gate of a layer group.", ("group",)
+        )
+        self.kv_group_ready = Summary(
+            "kv_group_ready_seconds",
+            "From the start of a swap-in until a layer group of the whole hit was in the KV cache.",
+            ("group",),
+            registry=registry,
+        )
+        self.kv_gate_poisoned = counter("kv_gate_poisoned_total", "Attempts whose rows were discarded at a gate.")
+        self.kv_snapshots = counter("kv_snapshot_total", "Snapshots of look-ups: taken, or lost on the way.", ("end",))
+        self.kv_replay = counter(
+            "kv_replay_total",
+            "Prompts with a replayed window: no snapshot (none), pull failed or late (pull), held one lost (lost).",
+            ("reason",),
         )

@@ -5,13 +5,24 @@ collected); then the hand-over as a whole is refused, never filled up with somet
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from prefill_engine.kv.store import BlockStore
+from prefill_engine.kv.store import StoredBlock
 from prefill_plan.block_keys import BlockKey
 from prefill_plan.errors import KvError
 
 
-def read_stored_blocks(store: BlockStore, keys: Sequence[bytes], *, payload_bytes: int) -> bytes:
+class StoredBlocks(Protocol):
+    """What is read from: any BlockStore, or the segments of a kvd (stored_segments.py)."""
+
+    def read(self, key: BlockKey, out: memoryview) -> StoredBlock | None:
+        """As BlockStore."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def read_stored_blocks(store: StoredBlocks, keys: Sequence[bytes], *, payload_bytes: int) -> bytes:
     """Verified payloads of the leading blocks, in order.
 
     Raises:

@@ -15,10 +15,9 @@ from prefill_engine.client import PrefillAttempt
 from prefill_engine.client_ticket import Ticket
 from prefill_engine.handoff_client import GRPC, Claim, HandoffClient
 from prefill_engine.handoff_sink import DecodeSink
-from prefill_engine.kv.store import BlockStore
 from prefill_engine.kv.transport.contract import Transport
 from prefill_engine.rpc import common_pb2
-from prefill_engine.stored_blocks import read_stored_blocks
+from prefill_engine.stored_blocks import StoredBlocks, read_stored_blocks
 from prefill_engine.timeline import Completed, TicketOffered
 from prefill_plan.errors import CallFailed, KvError
 
@@ -32,7 +31,7 @@ class DecodeSide:
 
     transport: Transport | None = None
     required: bool = False
-    store: BlockStore | None = None
+    store: StoredBlocks | None = None
     payload_bytes: int = 0
 
 

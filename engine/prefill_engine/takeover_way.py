@@ -12,6 +12,8 @@ from prefill_engine.handoff_sink import DecodeSink
 from prefill_engine.kv.file_store import FileStore
 from prefill_engine.kv.transport.tcp import TcpTransport
 from prefill_engine.rpc import common_pb2
+from prefill_engine.stored_blocks import StoredBlocks
+from prefill_engine.stored_segments import StoredSegments
 from prefill_engine.takeover import DecodeSide, Outcome, follow, follow_push
 from prefill_plan.config import RecordFormat
 from prefill_plan.errors import ConfigError
@@ -47,7 +49,8 @@ async def send_and_take_over(attempt: PrefillAttempt, way: TakeOverWay, *, endpo
         transport = TcpTransport(TransportConfig(host=host))
         async with DecodeSink(transport, way.kv_format, engine_id="probe", host=host) as sink:
             return await follow_push(attempt, sink)
-    store, payload_bytes = None, 0
+    store: StoredBlocks | None = None
+    payload_bytes = 0
     if way.mode == "store-only":
         store, payload_bytes = _open_store(way)
     data = TcpTransport(TransportConfig(host=host)) if way.transport != "grpc" else None
@@ -77,7 +80,8 @@ def own_address(endpoint: str) -> str:
         raise ConfigError(f"{endpoint}: no way to this engine: {error}; nothing was sent") from error
 
 
-def _open_store(way: TakeOverWay) -> tuple[FileStore, int]:
+def _open_store(way: TakeOverWay) -> tuple[StoredBlocks, int]:
+    """The store of an engine's own, or of a kvd: what of this layout is there tells which."""
     if way.store is None or way.model is None:
         raise ConfigError("a store-only hand-off needs the directories of the block store and of the model")
     if not way.store.is_dir():
@@ -87,4 +91,5 @@ def _open_store(way: TakeOverWay) -> tuple[FileStore, int]:
     if record_format is None:
         raise ConfigError("the engine's KV format has no block layout that we know; nothing was sent")
     layout = block_layout(load_model_spec(way.model), record_format)
-    return FileStore(way.store, layout), layout.payload_bytes
+    segments = StoredSegments(way.store, layout)
+    return segments if segments.exists else FileStore(way.store, layout), layout.payload_bytes

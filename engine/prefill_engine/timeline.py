@@ -5,13 +5,14 @@ The trap: two clocks. The engine's times count from its acceptance of the attemp
 joins them. Records carry no token ids but the first token, and no ticket id: they may be printed and written to files.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
+
+from prefill_engine.timeline_bars import PLAIN_STYLE, Span, Style, chart_lines, format_bytes, format_ms
 
 PHASE_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -163,35 +164,6 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """One row of the timeline, seconds since the request was sent."""
-
-    name: str
-    start: float
-    end: float
-    note: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Style:
-    """How text is decorated: escape codes and the character of a bar. PLAIN_STYLE where there is no terminal."""
-
-    strong: str = ""
-    quiet: str = ""
-    good: str = ""
-    bad: str = ""
-    reset: str = ""
-    bar: str = "#"
-    bar_end: str = "|"
-
-
-PLAIN_STYLE = Style()
-TERMINAL_STYLE = Style(
-    strong="\x1b[1m", quiet="\x1b[2m", good="\x1b[32m", bad="\x1b[31m", reset="\x1b[0m", bar="█", bar_end="▏"
-)
-
-
 def clock_offset(record: AttemptRecord) -> float:
     """Seconds from sending to acceptance, by our clock: the smallest delay of any event (0 without events)."""
     return max(0.0, min((e.received_seconds - e.since_accept_seconds for e in record.events), default=0.0))
@@ -213,8 +185,24 @@ def build_spans(record: AttemptRecord) -> tuple[Span, ...]:
     return tuple(sorted(spans, key=lambda span: (order.index(span.name), span.start)))
 
 
+def window_source(record: AttemptRecord) -> str:
+    """Where the window KV before the first computed row came from: "none" (no hit, or not computed), "held" (a snapshot on the
+    engine's node), "pulled" (one that was still on its way from a peer when the attempt was accepted), or "replay".
+
+    Accepted tells the plan, which counts on no snapshot that is not there yet; Usage tells what was done (C45).
+    """
+    accepted, completed = last_event(record, Accepted), last_event(record, Completed)
+    if accepted is None or completed is None or not completed.usage.cached_tokens:
+        return "none"
+    if completed.usage.replayed_tokens:
+        return "replay"
+    return "pulled" if accepted.replay_rows else "held"
+
+
 def render_timeline(record: AttemptRecord, *, width: int = 40, style: Style = PLAIN_STYLE) -> str:
     """The attempt as text: headline, one bar per phase over `width` columns, then what was hit, computed and stored.
+
+    The layer groups of a hit come within a few columns of a slow step, so they are drawn again on a scale of their own.
 
     The client's own stages are left out: a probe takes longer than what it probes and would squeeze the picture.
 
@@ -226,32 +214,21 @@ def render_timeline(record: AttemptRecord, *, width: int = 40, style: Style = PL
     spans = build_spans(msgspec.structs.replace(record, own_stages=()))
     lines = [f"{style.strong}{record.label}{style.reset}: {_headline(record)}"]
     if spans:
-        step, num_steps = _axis(max(span.end for span in spans))
-        seconds_per_column = step * num_steps / width
-        lines.append(f"  {'':<10} {_axis_line(step, num_steps, width)}")
-        lines += [_bar_line(span, seconds_per_column, width, style) for span in spans]
+        lines += chart_lines(spans, width=width, style=style)
+        origin, zoomed = _zoom(record, spans)
+        if zoomed:
+            title = f"the swap-in by layer groups, on a scale of its own that begins {format_ms(origin)} after sending"
+            lines.append(f"  {style.quiet}{title}{style.reset}")
+            lines += chart_lines(zoomed, width=width, style=style)
     lines += [f"  {style.quiet}{name:<10}{style.reset} {text}" for name, text in _summary(record)]
     if record.error:
         lines.append(f"  {style.bad}failed{style.reset}     {record.error}")
     return "\n".join(line.rstrip() for line in lines)
 
 
-def format_bytes(num_bytes: float) -> str:
-    """Decimal units, three digits: 155 MB."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            value = num_bytes / size
-            return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def format_ms(seconds: float) -> str:
-    """Milliseconds with a unit; one decimal below 10 ms."""
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:.1f} ms" if milliseconds < 9.95 else f"{milliseconds:,.0f} ms"
-
-
 BodyT = TypeVar("BodyT", bound=Event)
+_ZOOM_SHARE = 0.25
+_ZOOM_MARGIN = 1.15
 
 
 def last_event(record: AttemptRecord, kind: type[BodyT]) -> BodyT | None:
@@ -281,12 +258,47 @@ def _stages_from_events(record: AttemptRecord) -> tuple[Stage, ...]:
     )
 
 
+def group_spans(record: AttemptRecord) -> tuple[Span, ...]:
+    """When the layer groups of the hit came, one span per event of them; each begins where the one before it ends."""
+    completed = last_event(record, Completed)
+    stages = completed.stages if completed is not None else ()
+    stage = next((stage for stage in stages if stage.phase == "SWAP_IN"), None)
+    if stage is None:
+        return ()
+    offset = clock_offset(record)
+    start, first = offset + stage.start_seconds, 1
+    spans = []
+    for event in record.events:
+        if not isinstance(event.body, SwapIn) or event.body.layers_ready < first:
+            continue
+        ready, total = event.body.layers_ready, event.body.layers_total
+        end = max(start, offset + event.since_accept_seconds)
+        name = f"group {first}/{total}" if ready == first else f"group {first}-{ready}"
+        spans.append(Span(name=name, start=start, end=end, note=f"{start * 1e3:,.1f} to {end * 1e3:,.1f} ms"))
+        start, first = end, ready + 1
+    return tuple(spans)
+
+
+def _zoom(record: AttemptRecord, spans: tuple[Span, ...]) -> tuple[float, list[Span]]:
+    """Where the swap-in begins, its groups counted from there, and the computation beside them; no spans if the chart shows them
+    well enough."""
+    groups = group_spans(record)
+    compute = next((span for span in spans if span.name == PHASE_NAMES["COMPUTE"]), None)
+    if not groups or compute is None or groups[-1].end - groups[0].start > _ZOOM_SHARE * max(s.end for s in spans):
+        return 0.0, []
+    origin = groups[0].start
+    end = origin + (max(groups[-1].end, compute.start) - origin) * _ZOOM_MARGIN
+    note = f"from {compute.start * 1e3:,.1f} ms on; only this much of it is drawn"
+    shown = [*groups, Span(name=compute.name, start=compute.start, end=end, note=note)]
+    return origin, [replace(span, start=span.start - origin, end=span.end - origin) for span in shown]
+
+
 def _note(record: AttemptRecord, phase: str, seconds: float) -> str:
     """What happened in a phase, from the events; "" = nothing to add to the engine's own note."""
     if phase == "SWAP_IN" and (swap := last_event(record, SwapIn)) is not None:
         rate = f", {format_bytes(swap.num_bytes / seconds)}/s" if seconds > 0 else ""
         shrunk = f", hit shrunk to {swap.hit_shrunk_to:,}" if swap.hit_shrunk_to > 0 else ""
-        return f"{format_bytes(swap.num_bytes)} from the store{rate}{shrunk}"
+        return f"{format_bytes(swap.num_bytes)} of hit blocks{rate}{shrunk}"
     if phase == "COMPUTE" and (chunk := last_event(record, ChunkDone)) is not None:
         num_chunks = len(_chunks(record))
         return f"{chunk.rows_done:,} rows in {num_chunks} {'chunk' if num_chunks == 1 else 'chunks'}"
@@ -304,33 +316,6 @@ def _headline(record: AttemptRecord) -> str:
     hit = accepted.effective_hit
     new = record.prompt_tokens - hit
     return f"rank {accepted.dp_rank}, prompt {record.prompt_tokens:,} tokens = {hit:,} hit + {new:,} new"
-
-
-def _axis(seconds: float) -> tuple[float, int]:
-    """Tick distance and number of ticks that cover `seconds`: 1, 2 or 5 times a power of ten, 3 to 5 ticks."""
-    seconds = max(seconds, 1e-4)
-    magnitude = 10.0 ** math.floor(math.log10(seconds))
-    steps = [magnitude * factor for factor in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)]
-    step = next(step for step in steps if seconds / step <= 5.0)
-    return step, math.ceil(seconds / step - 1e-9)
-
-
-def _axis_line(step: float, num_steps: int, width: int) -> str:
-    line = [" "] * (width + 12)
-    decimals = 0 if step >= 1e-3 else 1 if step >= 1e-4 else 2
-    for tick in range(num_steps + 1):
-        text = f"{tick * step * 1e3:,.{decimals}f}" if tick else "0 ms"
-        column = round(tick * width / num_steps)
-        line[column : column + len(text)] = text
-    return "".join(line)
-
-
-def _bar_line(span: Span, seconds_per_column: float, width: int, style: Style) -> str:
-    start = min(width, round(span.start / seconds_per_column))
-    end = min(width, max(start, round(span.end / seconds_per_column)))
-    bar = " " * start + style.bar * (end - start) + style.bar_end
-    took = format_ms(span.end - span.start)
-    return f"  {span.name:<10} {bar:<{width + 1}} {took:>9}  {style.quiet}{span.note}{style.reset}"
 
 
 def _summary(record: AttemptRecord) -> list[tuple[str, str]]:

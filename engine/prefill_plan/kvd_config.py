@@ -84,8 +84,8 @@ class KvdConfig(Struct):
     metrics_port: int = 0
     """Prometheus; 0 = any free port, -1 = none."""
     engine_uid: int = -1
-    """User of the ranks: socket and pool are given to it, and it alone is let in beside kvd's own user and root. Another user than
-    kvd's needs a kvd that runs as root, as one that mounts 3FS does; -1 = kvd's own."""
+    """User of the ranks: socket and pool are given to it, and it alone is let in beside kvd's own user and root. Another user
+    than kvd's needs a kvd that runs as root, as one that mounts 3FS does; -1 = kvd's own."""
     required: bool = False
     """True: a store that does not open at start ends kvd (exit 10); False: it serves its pool alone and tries again."""
     startup_timeout_seconds: float = 300.0

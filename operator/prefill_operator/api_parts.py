@@ -20,6 +20,7 @@ _ACRONYMS = {
     "gpu": "GPU",
     "gpus": "GPUs",
     "mtbf": "MTBF",
+    "rdma": "RDMA",
     "id": "ID",
 }
 _ACRONYMS |= {"sha256": "SHA256", "fs": "FS"}

@@ -12,7 +12,7 @@ import msgspec
 
 from prefill_operator.plan import PoolPlan, plan_settings
 from prefill_operator.pool_api import ModelSource, PrefillPoolSpec
-from prefill_operator.ports import GRPC_PORT, METRICS_PORT, PROBE_PORT
+from prefill_operator.ports import GRPC_PORT, HANDOFF_PORT, METRICS_PORT, PROBE_PORT
 from prefill_operator.quantity import quantity_bytes
 from prefill_operator.ve_api import VEPoolSpec
 from prefill_plan.config import Device, EngineConfig, StoreKind
@@ -103,6 +103,7 @@ def _engine_settings(spec: PrefillPoolSpec, plan: PoolPlan, *, model: ModelSpec)
         "parallel": {"dp_size": ranks, "ep_size": ranks},
         "max_context_tokens": settings.context_tokens,
         "server": _server_settings(),
+        "handoff": {"data_port": HANDOFF_PORT},
         "replay": {"keep_tokens": settings.keep_tokens, "max_rollback_tokens": settings.rollback_tokens},
         "kv": {
             "record_format": str(settings.record_format),

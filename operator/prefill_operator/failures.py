@@ -6,6 +6,7 @@ comes back by itself with its GPUs and its host pool; the pod is replaced only w
 
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 from prefill_operator.escalation import OOM_EXITS, Escalation, EscalationStep
 from prefill_operator.ledger import Ledger, count_ends, ends_of
@@ -14,9 +15,11 @@ from prefill_operator.model import (
     ObservedPod,
     OperatorTimes,
     PodPhase,
+    SidecarDown,
     Termination,
     seconds_since,
 )
+from prefill_operator.names import ENGINE_CONTAINER, KVD_CONTAINER
 from prefill_plan.errors import ExitCode
 
 IMAGE_REASONS = frozenset(
@@ -35,6 +38,12 @@ CONTAINER_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerErr
 CRASH_REASON = "CrashLoopBackOff"
 
 _OOM_KILLED = 137
+_MORE_MEMORY = MappingProxyType(
+    {
+        ENGINE_CONTAINER: "raise engine.memoryPerGPU or lower kvCache.hostPool",
+        KVD_CONTAINER: "raise kvd.memory",
+    }
+)
 # A Ready condition starts as False when the kubelet first sees the pod, seconds after scheduling; one that turned False later
 # than this was True before.
 _FIRST_STATUS_SECONDS = 30.0
@@ -156,10 +165,11 @@ def is_node_dead(pod: ObservedPod, context: FailureContext) -> bool:
     return _judge_node_loss(pod, context)[0] is not None
 
 
-def describe_end(end: Termination) -> str:
-    """E.g. "CudaOom in warmup: no 3.2 GB left"; host memory is named where the kernel killed the engine."""
-    if end.reason == "OOMKilled" or end.exit_code == _OOM_KILLED:
-        return "OOMKilled: host memory; raise engine.memoryPerGPU or lower kvCache.hostPool"
+def describe_end(end: Termination, *, container: str = ENGINE_CONTAINER) -> str:
+    """E.g. "CudaOom in warmup: no 3.2 GB left"; host memory is named where the kernel killed the container."""
+    if end.reason == "OOMKilled" or (end.exit_code == _OOM_KILLED and container == ENGINE_CONTAINER):
+        advice = _MORE_MEMORY.get(container, "raise its memory")
+        return f"OOMKilled: host memory; {advice}"
     name = end.code or end.reason or "ended"
     phase = f" in {end.phase}" if end.phase else ""
     detail = f": {end.detail}" if end.detail else ""
@@ -244,11 +254,11 @@ def _judge_engine(pod: ObservedPod, context: FailureContext, lost_wakeup: float 
         return Verdict(state=PodState.READY, since=since, wakeup=lost_wakeup)
     if pod.waiting_reason in IMAGE_REASONS | CONTAINER_REASONS:
         return _judge_waiting(pod, context)
-    if end is None and pod.waiting_reason == CRASH_REASON:
-        return _judge_sidecar(pod, context)
     # An end long before the pod turned not Ready is not why it did.
     if end is not None and end.at >= (pod.ready_changed_at or 0.0) - _FIRST_STATUS_SECONDS:
         return _judge_crash(pod, end, context)
+    if pod.sidecar is not None:
+        return _judge_sidecar(pod, pod.sidecar, context)
     if lost_wakeup is not None:
         return Verdict(state=PodState.NODE_NOT_READY, message=pod.node, since=since, wakeup=lost_wakeup)
     if pod.scheduled_at is not None and since - pod.scheduled_at > _FIRST_STATUS_SECONDS:
@@ -293,10 +303,14 @@ def _judge_crash(pod: ObservedPod, end: Termination, context: FailureContext) ->
     return Verdict(state=state, message=message, since=end.at, wakeup=loop_at if is_waiting else None)
 
 
-def _judge_sidecar(pod: ObservedPod, context: FailureContext) -> Verdict:
-    """A container before the engine does not stay up, so the engine never ran."""
-    since = pod.waiting_since if pod.waiting_since is not None else pod.created_at
-    message = pod.waiting_message or "a container before the engine crashes"
+def _judge_sidecar(pod: ObservedPod, sidecar: SidecarDown, context: FailureContext) -> Verdict:
+    """A container before the engine is down; then the pod is not Ready, whether its engine runs or waits for it."""
+    message = f"{sidecar.name}: {describe_end(sidecar.end, container=sidecar.name)}"
+    if sidecar.end.exit_code == ExitCode.CONFIG:
+        return Verdict(state=PodState.CONFIG_REJECTED, message=message, since=sidecar.end.at)
+    if not sidecar.is_waiting:
+        return Verdict(state=PodState.LOADING, message=message, since=sidecar.end.at)
+    since = pod.ready_changed_at if pod.ready_changed_at is not None else pod.created_at
     due = since + context.times.crash_loop_seconds
     if context.now < due:
         return Verdict(state=PodState.CRASHED, message=message, since=since, wakeup=due)

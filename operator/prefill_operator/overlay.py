@@ -96,6 +96,18 @@ def apply_overlay(pod: Manifest, overlay: PodOverlay, policy: RenderPolicy, *, c
     return pod
 
 
+def user_of(overlay: PodOverlay, container: str, *, default: int) -> int:
+    """User of a container of ours under this overlay; whether the overlay is allowed is another matter."""
+    found = overlay.spec.get("containers")
+    named = [one for one in found if isinstance(one, Mapping)] if isinstance(found, list | tuple) else []
+    securities = [one.get("securityContext") for one in named if one.get("name") == container]
+    for security in (*securities, overlay.spec.get("securityContext")):
+        user = security.get("runAsUser") if isinstance(security, Mapping) else None
+        if isinstance(user, int):
+            return user
+    return default
+
+
 def _merge_metadata(metadata: Manifest, overlay: OverlayMetadata) -> None:
     for name, given in (("labels", overlay.labels), ("annotations", overlay.annotations)):
         for key in given:

@@ -10,7 +10,7 @@ from datetime import datetime
 
 import msgspec
 
-from prefill_operator.model import ObservedPod, PodPhase, Termination
+from prefill_operator.model import ObservedPod, PodPhase, SidecarDown, Termination
 from prefill_operator.names import (
     ACCEPTING_GATE,
     DRAINING_SINCE_ANNOTATION,
@@ -153,6 +153,7 @@ def _read_observed(
         waiting_since=(termination.at if termination else scheduled_at) if waiting else None,
         restart_count=main.get("restartCount") or 0,
         termination=termination,
+        sidecar=_read_sidecar(status.get("initContainerStatuses") or ()),
         draining_since=parse_time(notes.get(DRAINING_SINCE_ANNOTATION)),
         gate=gate,
         unhealthy_devices=_read_devices(status),
@@ -228,6 +229,18 @@ def _read_waiting(main: Json, inits: Iterable[Json]) -> Json:
     states = [(item.get("state") or {}).get("waiting") or {} for item in (main, *inits)]
     waits = [state for state in states if state.get("reason")]
     return next((state for state in waits if state["reason"] not in _GENERIC_WAITS), waits[0] if waits else {})
+
+
+def _read_sidecar(inits: Iterable[Json]) -> SidecarDown | None:
+    """The first one that is down. `started` is False again from its end until its startup probe has succeeded."""
+    for item in inits:
+        state = item.get("state") or {}
+        end = _read_termination(item)
+        if end is not None and not (state.get("running") is not None and item.get("started")):
+            waiting = state.get("waiting") or {}
+            name = str(item.get("name") or "sidecar")
+            return SidecarDown(name=name, end=end, is_waiting=waiting.get("reason") == "CrashLoopBackOff")
+    return None
 
 
 def _read_devices(status: Json) -> tuple[str, ...]:

@@ -67,6 +67,11 @@ class WeightsMountMode(StrEnum):
     HOST_MOUNT = "HostMount"
 
 
+class KvdTransportKind(StrEnum):
+    TCP = "TCP"
+    NIXL = "NIXL"
+
+
 class SecretKeyRef(ApiStruct):
     name: str
     key: str = "token"
@@ -197,6 +202,11 @@ class KvdVolume(ApiStruct):
     empty_dir: EmptyDirVolume | None = None
 
 
+class KvdTransport(ApiStruct):
+    kind: KvdTransportKind = KvdTransportKind.TCP
+    require_rdma: bool = False
+
+
 class KvdSpec(ApiStruct):
     enabled: bool = False
     required: bool = False
@@ -213,6 +223,9 @@ class KvdSpec(ApiStruct):
     mount_mode: MountMode = MountMode.PRIVATE
     mount_path: str = "/3fs"
     fuse_device_resource: str | None = None
+    directory_address: str | None = None
+    """None = no directory service: each kvd knows its own snapshots and store only."""
+    transport: KvdTransport = KvdTransport()
     startup_timeout_seconds: int = 120
     cpu: ResourceQuantity = 8
     memory: ByteQuantity = "16Gi"

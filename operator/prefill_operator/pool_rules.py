@@ -12,6 +12,7 @@ from prefill_operator.pool_api import (
     ExpertParallelSpec,
     KvdSpec,
     KvdStore,
+    KvdTransportKind,
     ModelSource,
     PrefillPoolSpec,
     RedundancyMode,
@@ -239,6 +240,11 @@ PREFILL_RULES: tuple[Rule[PrefillPoolSpec], ...] = (
             spec.kvd.store is not KvdStore.USRBIO
             or (spec.kvd.path or f"{spec.kvd.mount_path}/").startswith(f"{spec.kvd.mount_path}/")
         ),
+    ),
+    Rule(
+        path="spec.kvd.transport",
+        message="transport.requireRDMA needs transport.kind NIXL: TCP never uses RDMA",
+        holds=lambda spec: not spec.kvd.transport.require_rdma or spec.kvd.transport.kind is KvdTransportKind.NIXL,
     ),
     Rule(
         path="spec.rollout",

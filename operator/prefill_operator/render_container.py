@@ -30,9 +30,12 @@ IDENTITY_ENV = ("POD_NAME", "POD_IP", "POD_ZONE", "PLAN_HASH")
 _STARTUP_BUDGET = 1.5
 _STARTUP_PERIOD_SECONDS = 2
 
+KVD_DRAIN_SECONDS = 15
+"""Longest write-back of kvd after the engine has ended; inside OperatorTimes.drained_grace_seconds."""
+
 
 def grace_seconds(lifecycle: LifecycleSpec) -> int:
-    """terminationGracePeriodSeconds: the drain, then the ends of engine, kvd and mounts."""
+    """terminationGracePeriodSeconds: the drain (preStop), then one after the other the ends of engine, kvd and mounts."""
     return lifecycle.drain_timeout_seconds + OperatorTimes().drained_grace_seconds
 
 
@@ -80,7 +83,11 @@ def identity_env(*, on_gpu: bool, num_threads: int | None) -> list[Manifest]:
 
 def container_ports() -> list[Manifest]:
     ports = ((GRPC_PORT_NAME, GRPC_PORT), (PROBE_PORT_NAME, PROBE_PORT), (METRICS_PORT_NAME, METRICS_PORT))
-    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports]
+    return [container_port(name, port) for name, port in ports]
+
+
+def container_port(name: str, port: int) -> Manifest:
+    return {"name": name, "containerPort": port, "protocol": "TCP"}
 
 
 def probes(*, service: str, load_timeout_seconds: int) -> Manifest:

@@ -9,8 +9,10 @@ from prefill_operator.manifest import Manifest
 from prefill_operator.names import ENGINE_CONTAINER
 from prefill_operator.plan import PoolPlan
 from prefill_operator.pool_api import PrefillPoolSpec
+from prefill_operator.ports import HANDOFF_PORT, HANDOFF_PORT_NAME
 from prefill_operator.quantity import quantity_bytes, quantity_value
 from prefill_operator.render_container import (
+    container_port,
     container_ports,
     container_security,
     drain_hook,
@@ -28,7 +30,9 @@ ENGINE_SERVICE = "pe.v1.PrefillEngine"
 _RESERVED_OPTIONS = ("--config", "--model", "--ready-file", "--termination-log")
 _RESERVED_SETTINGS = (
     "device=",
+    "handoff.data_port",
     "kv.pool_tokens",
+    "kvd.socket",
     "model.path",
     "parallel.",
     "server.drain_seconds",
@@ -55,7 +59,7 @@ def render_engine(spec: PrefillPoolSpec, plan: PoolPlan, volumes: tuple[MountedV
         "command": ["prefill-engine"],
         "args": arguments + list(spec.engine.args),
         "env": identity_env(on_gpu=plan.device is Device.GPU, num_threads=_num_threads(spec.engine.resources)),
-        "ports": container_ports(),
+        "ports": [*container_ports(), container_port(HANDOFF_PORT_NAME, HANDOFF_PORT)],
         "resources": _resources(spec, plan),
         **probes(service=ENGINE_SERVICE, load_timeout_seconds=lifecycle.load_timeout_seconds),
         "lifecycle": drain_hook(["prefill-engine", "drain"], drain_timeout_seconds=lifecycle.drain_timeout_seconds),

@@ -12,9 +12,16 @@ from prefill_operator.manifest import Manifest, object_metadata
 from prefill_operator.model import ChildKind
 from prefill_operator.names import REVISION_LABEL, config_map_name, object_base, selector_labels
 from prefill_operator.plan import PoolPlan
+from prefill_operator.pool_api import PrefillPoolSpec
 from prefill_operator.ports import (
     GRPC_PORT,
     GRPC_PORT_NAME,
+    HANDOFF_PORT,
+    KVD_METRICS_PORT,
+    KVD_METRICS_PORT_NAME,
+    KVD_PEER_PORT,
+    KVD_PROBE_PORT,
+    MAX_RANKS,
     METRICS_PORT_NAME,
     PROBE_PORT_NAME,
 )
@@ -110,21 +117,37 @@ def render_pod_monitor(pool: Pool) -> Manifest:
         {"action": "replace", "sourceLabels": [f"__meta_kubernetes_pod_label_prefill_dev_{key}"], "targetLabel": label}
         for key, label in (("pool", POOL_METRIC_LABEL), ("kind", "kind"))
     ]
-    endpoint = {"port": METRICS_PORT_NAME, "interval": f"{monitoring.interval_seconds}s", "relabelings": relabelings}
+    names = [METRICS_PORT_NAME]
+    if isinstance(pool.spec, PrefillPoolSpec) and pool.spec.kvd.enabled:
+        names.append(KVD_METRICS_PORT_NAME)
+    interval = f"{monitoring.interval_seconds}s"
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
         "metadata": object_metadata(pool, object_base(pool.kind, pool.name), labels=monitoring.labels),
         "spec": {
             "selector": {"matchLabels": selector_labels(pool.kind, pool.name)},
-            "podMetricsEndpoints": [endpoint],
+            "podMetricsEndpoints": [{"port": name, "interval": interval, "relabelings": relabelings} for name in names],
         },
     }
 
 
 def render_network_policy(pool: Pool) -> Manifest:
-    """Only our ports, and only from pods of this cluster. Outgoing traffic is free: storage and RDMA differ everywhere."""
-    ports = [{"port": name, "protocol": "TCP"} for name in (GRPC_PORT_NAME, METRICS_PORT_NAME, PROBE_PORT_NAME)]
+    """Only our ports, and only from pods of this cluster; KV data only within the namespace. Outgoing traffic is free: storage
+    and RDMA differ everywhere."""
+    open_ports: list[Manifest] = [
+        {"port": name, "protocol": "TCP"} for name in (GRPC_PORT_NAME, METRICS_PORT_NAME, PROBE_PORT_NAME)
+    ]
+    rules: list[Manifest] = [{"from": [{"namespaceSelector": {}}], "ports": open_ports}]
+    if isinstance(pool.spec, PrefillPoolSpec):
+        data_ports: list[Manifest] = [
+            {"port": HANDOFF_PORT, "endPort": HANDOFF_PORT + MAX_RANKS - 1, "protocol": "TCP"}
+        ]
+        if pool.spec.kvd.enabled:
+            # By number: not every network plug-in knows the names of a sidecar's ports.
+            open_ports += [{"port": port, "protocol": "TCP"} for port in (KVD_METRICS_PORT, KVD_PROBE_PORT)]
+            data_ports.append({"port": KVD_PEER_PORT, "protocol": "TCP"})
+        rules.append({"from": [{"podSelector": {}}], "ports": data_ports})
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -132,6 +155,6 @@ def render_network_policy(pool: Pool) -> Manifest:
         "spec": {
             "podSelector": {"matchLabels": selector_labels(pool.kind, pool.name)},
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"namespaceSelector": {}}], "ports": ports}],
+            "ingress": rules,
         },
     }

@@ -11,11 +11,36 @@ import msgspec
 
 from prefill_operator.engine_config import CONFIG_DIR, KVD_SOCKET, model_path
 from prefill_operator.manifest import Manifest
-from prefill_operator.names import KVD_CONTAINER, WEIGHTS_MOUNT_CONTAINER
-from prefill_operator.pool_api import KvdSpec, KvdStore, MountMode, PrefillPoolSpec, SecretKeyRef, WeightsMountMode
-from prefill_operator.ports import KVD_PROBE_PORT
+from prefill_operator.names import ENGINE_CONTAINER, KVD_CONTAINER, WEIGHTS_MOUNT_CONTAINER
+from prefill_operator.overlay import user_of
+from prefill_operator.pool_api import (
+    KvdSpec,
+    KvdStore,
+    KvdTransportKind,
+    MountMode,
+    PrefillPoolSpec,
+    SecretKeyRef,
+    WeightsMountMode,
+)
+from prefill_operator.ports import (
+    KVD_METRICS_PORT,
+    KVD_METRICS_PORT_NAME,
+    KVD_PEER_PORT,
+    KVD_PEER_PORT_NAME,
+    KVD_PROBE_PORT,
+    KVD_PROBE_PORT_NAME,
+)
 from prefill_operator.quantity import quantity_bytes
-from prefill_operator.render_container import container_security, grpc_probe, memory_text, mounts, pod_env
+from prefill_operator.render_container import (
+    KVD_DRAIN_SECONDS,
+    USER_ID,
+    container_port,
+    container_security,
+    grpc_probe,
+    memory_text,
+    mounts,
+    pod_env,
+)
 from prefill_operator.render_engine import kvd_memory_bytes, pool_bytes
 from prefill_operator.render_policy import RenderPolicy
 from prefill_operator.render_volumes import MountedVolume, kvd_store_volume, tmp_volume
@@ -77,7 +102,7 @@ def render_kvd(spec: PrefillPoolSpec, volumes: tuple[MountedVolume, ...]) -> Man
     """The sidecar; call only when spec.kvd.enabled."""
     kvd = spec.kvd
     memory = memory_text(kvd_memory_bytes(spec))
-    device = {kvd.fuse_device_resource: 1} if kvd.fuse_device_resource else {}
+    devices = _kvd_devices(spec)
     budget = kvd.startup_timeout_seconds + _STARTUP_SLACK_SECONDS
     return {
         "name": KVD_CONTAINER,
@@ -85,13 +110,24 @@ def render_kvd(spec: PrefillPoolSpec, volumes: tuple[MountedVolume, ...]) -> Man
         "imagePullPolicy": str(kvd.image_pull_policy),
         "restartPolicy": "Always",
         "command": ["prefill-engine", "kv", "serve", "--config", f"{CONFIG_DIR}/{KVD_CONFIG_FILE}"],
+        # The kubelet ends sidecars when the engine has ended: nothing is committed any more, and the rest can be written.
+        "args": ["--drain-seconds", str(KVD_DRAIN_SECONDS)],
         "env": pod_env(),
-        "ports": [{"name": "kvd-probe", "containerPort": KVD_PROBE_PORT, "protocol": "TCP"}],
-        "resources": {"requests": {"cpu": kvd.cpu, "memory": memory, **device}, "limits": {"memory": memory, **device}},
+        "ports": [
+            container_port(KVD_PROBE_PORT_NAME, KVD_PROBE_PORT),
+            container_port(KVD_METRICS_PORT_NAME, KVD_METRICS_PORT),
+            container_port(KVD_PEER_PORT_NAME, KVD_PEER_PORT),
+        ],
+        "resources": {
+            "requests": {"cpu": kvd.cpu, "memory": memory, **devices},
+            "limits": {"memory": memory, **devices},
+        },
         "startupProbe": grpc_probe(
             KVD_PROBE_PORT, KVD_SERVICE, period=_STARTUP_PERIOD_SECONDS, failures=-(-budget // _STARTUP_PERIOD_SECONDS)
         ),
         "livenessProbe": grpc_probe(KVD_PROBE_PORT, "", period=10, failures=3),
+        # Why it can't start, e.g. /dev/shm too small, is shown in the pool's conditions.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _kvd_security(kvd),
         "volumeMounts": mounts(volumes),
     }
@@ -105,11 +141,19 @@ def kvd_config_files(spec: PrefillPoolSpec) -> dict[str, str]:
     config = {
         "socket": KVD_SOCKET,
         "probe_port": KVD_PROBE_PORT,
+        "metrics_port": KVD_METRICS_PORT,
+        "engine_uid": user_of(spec.pod_template, ENGINE_CONTAINER, default=USER_ID),
         "pool_bytes": pool_bytes(spec),
-        "snapshot_bytes": min(quantity_bytes(spec.kv_cache.swa_pool), pool_bytes(spec)),
+        "snapshot_bytes": _snapshot_bytes(spec),
         "required": kvd.required,
         "startup_timeout_seconds": kvd.startup_timeout_seconds,
         "store": {"kind": str(kvd.store), "path": kvd.path or ""},
+        "transport": {
+            "kind": str(kvd.transport.kind).lower(),
+            "port": KVD_PEER_PORT,
+            "require_rdma": kvd.transport.require_rdma,
+        },
+        "directory": {"address": kvd.directory_address or ""},
     }
     files: dict[str, str] = {}
     if kvd.store is KvdStore.USRBIO and kvd.mount_mode is not MountMode.HOST_MOUNT:
@@ -186,6 +230,19 @@ def weights_config_files(spec: PrefillPoolSpec) -> dict[str, str]:
     return {WEIGHTS_FUSE_FILE: text}
 
 
+def _snapshot_bytes(spec: PrefillPoolSpec) -> int:
+    """The snapshots' part of the pool; of a pool with a size of its own the same share."""
+    blocks, snapshots = quantity_bytes(spec.kv_cache.host_pool), quantity_bytes(spec.kv_cache.swa_pool)
+    return pool_bytes(spec) * snapshots // max(1, blocks + snapshots)
+
+
+def _kvd_devices(spec: PrefillPoolSpec) -> dict[str, int]:
+    devices = {spec.kvd.fuse_device_resource: 1} if spec.kvd.fuse_device_resource else {}
+    if spec.kvd.transport.kind is KvdTransportKind.NIXL and spec.network.rdma_resource_name:
+        devices[spec.network.rdma_resource_name] = 1
+    return devices
+
+
 def _three_fs_volume(kvd: KvdSpec, policy: RenderPolicy) -> MountedVolume:
     """The place of kvd's 3FS mount, by who mounts it."""
     mount: Manifest = {"mountPath": kvd.mount_path}
@@ -221,7 +278,8 @@ def _root_security(*, privileged: bool) -> Manifest:
     return {
         **root,
         "allowPrivilegeEscalation": True,
-        "capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN", "IPC_LOCK"]},
+        # CHOWN: socket and pool go to the engine's user (KvdConfig.engine_uid).
+        "capabilities": {"drop": ["ALL"], "add": ["SYS_ADMIN", "IPC_LOCK", "CHOWN"]},
         "appArmorProfile": {"type": "Unconfined"},
     }
 

@@ -252,7 +252,7 @@ def report_step_thread(bench: Bench, runs: int) -> None:
             "start loading": lambda k=keeper, a=attempt: k.start_loading(a),
             "group loaded": lambda k=keeper, a=attempt: k.has_window(a),
             "whole hit": lambda k=keeper, a=attempt: k.finish_loading(
-                a, LoadDone(attempt_id=a.attempt_id, provenances=(0,) * NUM_BLOCKS, num_bytes=0, seconds=0.0)
+                a, LoadDone(attempt_id=a.attempt_id, provenances=(0,) * NUM_BLOCKS, num_bytes=0, seconds=0.0, at_ns=0)
             ),
             "four open gates": lambda: _pass_gates(bench),
             "first commit": lambda k=keeper, a=attempt: k.finish_first_chunk(a),

@@ -1,23 +1,49 @@
-"""`prefill-engine demo` from end to end, on the smallest preset."""
+"""`prefill-engine demo` from end to end, on the smallest preset: two nodes, five turns; and that nothing of it is left behind."""
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from prefill_engine.__main__ import main
-from prefill_engine.demo import DemoOptions, Narrator, Prepared, TurnReport, run_demo
-from prefill_engine.local_engine import LocalEngine
+from prefill_engine.demo import DemoOptions, Narrator, Prepared, run_demo
+from prefill_engine.demo_nodes import Cluster
+from prefill_engine.demo_report import TurnReport
 from prefill_engine.model.checkpoint_texts import read_preset
 from prefill_engine.model.checkpoint_writer import write_checkpoint
 from prefill_plan.errors import PeerError
 
-SMALL = ("--preset", "tiny", "--prompt-tokens", "900")
+SMALL = ("--preset", "tiny", "--prompt-tokens", "1200")
+OPTIONS = {"preset": "tiny", "num_tokens": 1200}
+PATIENCE_SECONDS = 120.0
+MEMORY = Path("/dev/shm")
 
 
 def is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    """Not ended; a zombie has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def descendants(pid: int) -> set[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = {int(each) for each in children.read_text().split()} if children.exists() else set()
+    return found.union(*(descendants(each) for each in found))
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_SECONDS:g} s: {what}"
+        time.sleep(0.02)
 
 
 class SeenEnoughError(Exception):
@@ -25,10 +51,10 @@ class SeenEnoughError(Exception):
 
 
 class Watcher(Narrator):
-    """Remembers engine processes and the first turn, then ends the run; may spoil it before, at two places."""
+    """Remembers processes and the first turn, then ends the run; may spoil it before, at two places."""
 
     def __init__(self, *, swaps_weights: bool = False, kills_engine: bool = False) -> None:
-        self.pids: list[int] = []
+        self.cluster: Cluster | None = None
         self.problems: tuple[str, ...] = ()
         self._swaps_weights = swaps_weights
         self._kills_engine = kills_engine
@@ -37,49 +63,93 @@ class Watcher(Narrator):
         if self._swaps_weights:
             write_checkpoint(prepared.model, prepared.spec, read_preset("tiny"), seed=99, shard_bytes=1 << 30)
 
-    def engine_ready(self, engine: LocalEngine, *, seconds: float, is_restart: bool) -> None:
-        del seconds, is_restart
-        self.pids.append(engine.pid)
+    def started(self, cluster: Cluster, *, seconds: float) -> None:
+        del seconds
+        self.cluster = cluster
+        assert len(cluster.pids()) == 5
+        assert all(is_running(pid) for pid in cluster.pids())
         if self._kills_engine:
-            os.kill(engine.pid, 9)
+            os.kill(cluster.nodes["A"].engine.pid, signal.SIGKILL)
 
     def turn_done(self, turn: TurnReport) -> None:
         self.problems = turn.problems
         raise SeenEnoughError
 
+    def assert_nothing_left(self) -> None:
+        assert self.cluster is not None
+        assert [pid for pid in self.cluster.pids() if is_running(pid)] == []
+        assert not Path(self.cluster.nodes["A"].kvd.config.pool_path).parent.exists()
 
-def test_demo_tells_three_verified_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+
+def test_demo_tells_five_verified_turns_on_two_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = set(MEMORY.glob("prefill-demo-*"))
     code = main(["demo", *SMALL, "--work-dir", str(tmp_path / "work")])
     text = capsys.readouterr().out
-    assert code == 0
+    assert code == 0, text
     assert text.isascii()
-    assert "turn 1, cold: rank 0, prompt 630 tokens = 0 hit + 630 new" in text
-    assert "turn 2, one turn longer: rank 0, prompt 784 tokens = 512 hit + 272 new" in text
-    assert "turn 3, after the engine was killed: rank 0, prompt 902 tokens = 768 hit + 134 new" in text
+    assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 120
+    assert "turn 1, node A, cold: rank 0, prompt 624 tokens = 0 hit + 624 new" in text
+    assert "turn 3, node A, its engine was killed (-9) and restarted: rank 0, prompt 914 tokens" in text
+    assert "snapshot PULLED from the peer's kvd over TCP" in text
+    assert "snapshot LOST: the peer's kvd is gone" in text
     assert "16 replayed to rebuild window KV" in text
-    assert text.count("bit for bit") == 3
-    assert "96,896 = 757 blocks" in text
+    assert "the swap-in by layer groups" in text
+    assert "of whole blocks read by key from the block store" in text
+    assert text.count("bit for bit") + text.count("bit\n             for bit") == 5
     assert "3,232 = 128 replayed + 3,104" in text
     assert "they say nothing about a GPU" in text
+    rows = [line.split("  ") for line in text.partition("The turns\n")[2].splitlines()[1:6]]
+    cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert [(row[1], row[6], row[7], row[-1]) for row in cells] == [
+        ("A", "-", "pull/tcp", "right"),
+        ("A", "own kvd", "push/tcp", "right"),
+        ("A", "own kvd", "pull/tcp", "right"),
+        ("B", "PULLED from peer", "store-only/tcp", "right"),
+        ("A", "lost, REPLAYED", "pull/tcp", "right"),
+    ]
     trace = json.loads((tmp_path / "work" / "trace.json").read_bytes())
     processes = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
-    assert processes == ["turn 1, cold", "turn 2, one turn longer", "turn 3, after the engine was killed"]
+    assert [name.partition(",")[0] for name in processes] == [f"turn {number}" for number in range(1, 6)]
+    assert set(MEMORY.glob("prefill-demo-*")) == before
+    assert descendants(os.getpid()) == set()
 
 
 def test_demo_with_other_weights_in_the_engine_is_found_out(tmp_path: Path) -> None:
     watcher = Watcher(swaps_weights=True)
     with pytest.raises(SeenEnoughError):
-        run_demo(DemoOptions(work_dir=tmp_path, preset="tiny", num_tokens=400), watcher)
+        run_demo(DemoOptions(work_dir=tmp_path, **OPTIONS), watcher)
     assert any(problem.startswith("logits differ") for problem in watcher.problems)
-    assert [pid for pid in watcher.pids if is_running(pid)] == []
+    watcher.assert_nothing_left()
 
 
 def test_demo_whose_engine_dies_shows_its_log_and_leaves_no_process(tmp_path: Path) -> None:
     watcher = Watcher(kills_engine=True)
     with pytest.raises(PeerError, match="UNAVAILABLE") as caught:
-        run_demo(DemoOptions(work_dir=tmp_path, preset="tiny", num_tokens=400), watcher)
-    assert "  | {" in str(caught.value)
-    assert [pid for pid in watcher.pids if is_running(pid)] == []
+        run_demo(DemoOptions(work_dir=tmp_path, **OPTIONS), watcher)
+    assert "engine of node A:\n  | {" in str(caught.value)
+    watcher.assert_nothing_left()
+
+
+@pytest.mark.parametrize("when", ["starting", "running"])
+def test_interrupted_demo_leaves_no_process_and_no_file(tmp_path: Path, when: str) -> None:
+    before = set(MEMORY.glob("prefill-demo-*"))
+    command = ["env", f"TMPDIR={tmp_path}", sys.executable, "-m", "prefill_engine", "demo", *SMALL]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert demo.stdout is not None
+    if when == "running":
+        while not demo.stdout.readline().startswith("turn 1"):
+            assert demo.poll() is None
+    else:
+        wait_until(lambda: len(descendants(demo.pid)) >= 3, "its first children")
+    started = descendants(demo.pid)
+    demo.send_signal(signal.SIGINT)
+    demo.send_signal(signal.SIGTERM)
+    demo.communicate(timeout=PATIENCE_SECONDS)
+    assert demo.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    wait_until(lambda: not any(is_running(pid) for pid in started), "the end of every process")
+    assert len(started) >= 3
+    assert set(MEMORY.glob("prefill-demo-*")) == before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_used_work_dir_and_a_short_prompt_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,4 +157,4 @@ def test_used_work_dir_and_a_short_prompt_are_refused(tmp_path: Path, capsys: py
     assert main(["demo", "--work-dir", str(tmp_path)]) == 2
     assert "is not empty (it has old)" in capsys.readouterr().err
     assert main(["demo", "--prompt-tokens", "100"]) == 2
-    assert "expected at least 400" in capsys.readouterr().err
+    assert "expected at least 1200" in capsys.readouterr().err

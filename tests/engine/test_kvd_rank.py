@@ -1,5 +1,6 @@
 """A rank with the pod's KV sidecar: hits through shared memory, layer gates and snapshots that are there, late or damaged."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from prefill_engine.messages import ChunkFinished, Computed, FirstTokenReady, Resolved, Started, SwappedIn
 from prefill_engine.rank.attempt import AttemptPhase
 from prefill_testing.fake_kvd import FakeKvd
+from prefill_testing.kvd_process import wait_until
 from prefill_testing.kvd_rig import (
     HIT,
     LONG,
@@ -204,6 +206,32 @@ def test_pulled_snapshot_is_never_waited_for(kvd: FakeKvd, replayed: dict[int, b
     rank.submit(again)
     assert computed_bytes(rank, again) == replayed
     kvd.deliver_snapshots()
+    settle(rank, again)
+    rank.assert_nothing_held()
+    rank.close()
+
+
+def test_pulled_snapshot_that_arrives_during_the_first_chunk_changes_nothing(
+    kvd: FakeKvd, replayed: dict[int, bytes]
+) -> None:
+    """Rows that were computed by replay are told as such: never as exact because the snapshot came while they were computed."""
+    rank = RankHarness(kvd_config(kvd.socket))
+    kvd.pulling, kvd.held = True, {len(rank.cache.layout.sources) - 1: 2}
+    again = make_submit(tiny_tokens(LONG), attempt=2)
+
+    def deliver_in_the_step() -> None:
+        wait_until(lambda: any(isinstance(e, Started) for e in rank.events_of(again)), "the step")
+        kvd.deliver_snapshots()
+        wait_until(lambda: count(rank, "kv_snapshot_taken") == 1, "the snapshot")
+        kvd.let_through()
+
+    deliverer = threading.Thread(target=deliver_in_the_step)
+    deliverer.start()
+    rank.submit(again)
+    assert computed_bytes(rank, again) == replayed
+    deliverer.join()
+    computed = rank.event(again, Computed)
+    assert (computed.cached_tokens, computed.replayed_tokens, computed.provenance) == (HIT, 16, 1)
     settle(rank, again)
     rank.assert_nothing_held()
     rank.close()

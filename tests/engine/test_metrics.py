@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from prefill_engine.front.load import LoadBoard
 from prefill_engine.front.telemetry import Telemetry
+from prefill_engine.messages import Resolved
 from prefill_engine.metrics import Metrics
 from prefill_testing.fake_rank import load_message
 from prefill_testing.lifecycle_rig import LifecycleRig
@@ -23,6 +24,8 @@ NAMES = frozenset(
     pe_hit_shrunk_total pe_swa_source_total pe_kv_transfer_seconds pe_kv_transfer_bytes_total
     pe_kv_transfer_failures_total pe_tickets_open pe_ticket_expired_total pe_store_lag_blocks
     pe_store_commit_seconds pe_startup_seconds pe_weight_load_bytes pe_epoch
+    kv_open_total kv_hit_tokens_total kv_requested_tokens_total kv_swapin_stall_seconds kv_group_ready_seconds
+    kv_replay_total kv_handoff_seconds
     """.split()  # noqa: SIM905
 )
 FORBIDDEN_LABELS = {"tenant", "request_id", "attempt_id", "ticket_id"}
@@ -109,3 +112,53 @@ def test_load_report_sets_rank_gauges_and_counts_steps_once(registry: CollectorR
     assert value("pe_kv_usage_ratio", {"rank": "0"}) == pytest.approx(0.4)
     assert value("pe_kv_ticket_ratio", {"rank": "0"}) == pytest.approx(0.2)
     assert value("pe_step_seconds_count", {"kind": "real"}) == 2
+
+
+def test_kv_counts_of_a_rank_become_families_and_are_added_once(registry: CollectorRegistry):
+    telemetry, load, value = telemetry_of(registry), load_message(0), registry.get_sample_value
+    totals = {
+        "kv_open_exact": 2,
+        "kv_hit_tokens": 1280,
+        "kv_swapin_whole": 2,
+        "kv_swapin_stall_us_1": 2_500,
+        "kv_group_ready_us_0": 6_000,
+        "kv_group_ready_count_0": 2,
+        "blocks_evicted": 3,
+    }
+    more = totals | {"kv_group_ready_us_0": 10_000, "kv_group_ready_count_0": 3, "kv_hit_tokens": 1408}
+    for counters in (totals, totals, more):
+        telemetry.rank_load(structs.replace(load, counters=counters))
+    assert value("kv_open_total", {"mode": "exact"}) == 2
+    assert value("kv_hit_tokens_total") == 1408
+    assert value("kv_swapin_total", {"ending": "whole"}) == 2
+    assert value("kv_swapin_stall_seconds_total", {"group": "1"}) == pytest.approx(0.0025)
+    assert value("kv_group_ready_seconds_count", {"group": "0"}) == 3
+    assert value("kv_group_ready_seconds_sum", {"group": "0"}) == pytest.approx(0.010)
+    assert value("pe_rank_events", {"rank": "0", "name": "blocks_evicted"}) == 3
+    assert value("pe_rank_events", {"rank": "0", "name": "kv_hit_tokens"}) is None
+
+
+@pytest.mark.parametrize(("planned", "reason"), [("replay", "none"), ("peer", "pull"), ("local", "lost")])
+def test_replays_are_counted_by_what_was_planned(registry: CollectorRegistry, planned: str, reason: str):
+    rig = LifecycleRig()
+    attempt = rig.submit()
+    ticket = rig.run_to_ticket()
+    rig.stored()
+    rig.claim(ticket)
+    rig.settle(ticket)
+    assert attempt.computed is not None
+    attempt.computed = structs.replace(attempt.computed, replayed_tokens=128)
+    telemetry = telemetry_of(registry)
+    resolved = Resolved(
+        attempt_id=attempt.call.attempt_id,
+        effective_hit=1280,
+        replay_rows=128,
+        compute_rows=300,
+        swa_source=planned,
+        predicted_wait_seconds=0.0,
+        predicted_finish_seconds=0.1,
+        at_ns=0,
+    )
+    telemetry.attempt_accepted(attempt, resolved)
+    telemetry.attempt_finished(attempt)
+    assert registry.get_sample_value("kv_replay_total", {"reason": reason}) == 1

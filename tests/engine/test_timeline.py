@@ -4,8 +4,6 @@ import msgspec
 import pytest
 
 from prefill_engine.timeline import (
-    PLAIN_STYLE,
-    TERMINAL_STYLE,
     Accepted,
     AttemptRecord,
     ChunkDone,
@@ -21,9 +19,16 @@ from prefill_engine.timeline import (
     Usage,
     build_spans,
     clock_offset,
+    group_spans,
+    last_event,
+    render_timeline,
+    window_source,
+)
+from prefill_engine.timeline_bars import (
+    PLAIN_STYLE,
+    TERMINAL_STYLE,
     format_bytes,
     format_ms,
-    render_timeline,
 )
 
 DELAY = 0.010
@@ -94,14 +99,87 @@ def test_timeline_of_a_completed_attempt() -> None:
         "turn 3: rank 2, prompt 100,000 tokens = 96,896 hit + 3,104 new",
         "             0 ms      50        100       150       200",
         "  queue        ########|                                   40 ms",
-        "  swap-in      #|                                         5.0 ms  86.2 MB from the store, 17.2 GB/s",
+        "  swap-in      #|                                         5.0 ms  86.2 MB of hit blocks, 17.2 GB/s",
         "  compute              ############|                       60 ms  3,232 rows in 1 chunk",
         "  store                            |                      0.0 ms  24/24 blocks",
         "  hand-off                         ##################|     90 ms  92.2 MB, DELIVERED",
+        "  the swap-in by layer groups, on a scale of its own that begins 10 ms after sending",
+        "             0 ms    10      20      30      40      50",
+        "  group 1-4  ####|                                        5.0 ms  10.0 to 15.0 ms",
+        "  compute                                    #####|       6.0 ms  from 50.0 ms on; only this much of it is drawn",
         "  tokens     100,000 = 96,896 from the cache + 3,104 computed, 128 replayed to rebuild window KV",
         "  blocks     24 of 24 new blocks stored, window snapshots at 99,840 and 99,968",
         "  TTFT       110 ms from sending to the first token",
     ]
+
+
+def with_groups() -> AttemptRecord:
+    """The worked example with its hit arriving group by group while the first layers are computed; told after the step."""
+    record = worked_example()
+    done = last_event(record, Completed)
+    assert done is not None
+    stages = [msgspec.structs.replace(stage) for stage in done.stages]
+    stages[0] = Stage(phase="QUEUE", start_seconds=0.0, length_seconds=0.002, note="")
+    stages[1] = Stage(phase="SWAP_IN", start_seconds=0.001, length_seconds=0.008, note="")
+    stages[2] = Stage(phase="COMPUTE", start_seconds=0.003, length_seconds=0.097, note="")
+    groups = [(0.0025, 1, 17_247_488), (0.004, 2, 34_494_976), (0.0055, 3, 51_742_464), (0.009, 4, 86_237_440)]
+    events = recorded(
+        (0.000, accepted(96_896, 128, 3_104)),
+        *((at, SwapIn(layers_ready=n, layers_total=4, num_bytes=size, hit_shrunk_to=0)) for at, n, size in groups),
+        (0.190, msgspec.structs.replace(done, stages=tuple(stages))),
+    )
+    return msgspec.structs.replace(record, events=events, own_stages=())
+
+
+def test_layer_groups_are_drawn_under_the_computation_on_their_own_scale() -> None:
+    lines = render_timeline(with_groups(), width=40).splitlines()
+    start = next(index for index, line in enumerate(lines) if "layer groups" in line)
+    assert lines[start : start + 7] == [
+        "  the swap-in by layer groups, on a scale of its own that begins 11 ms after sending",
+        "             0 ms    2       4       6       8       10",
+        "  group 1/4  ######|                                      1.5 ms  11.0 to 12.5 ms",
+        "  group 2/4        ######|                                1.5 ms  12.5 to 14.0 ms",
+        "  group 3/4              ######|                          1.5 ms  14.0 to 15.5 ms",
+        "  group 4/4                    ##############|            3.5 ms  15.5 to 19.0 ms",
+        "  compute            #############################|       7.2 ms  from 13.0 ms on; only this much of it is drawn",
+    ]
+    assert [(span.name, span.note) for span in group_spans(with_groups())] == [
+        ("group 1/4", "11.0 to 12.5 ms"),
+        ("group 2/4", "12.5 to 14.0 ms"),
+        ("group 3/4", "14.0 to 15.5 ms"),
+        ("group 4/4", "15.5 to 19.0 ms"),
+    ]
+
+
+def test_groups_that_came_together_are_one_row() -> None:
+    assert [span.name for span in group_spans(worked_example())] == ["group 1-4"]
+
+
+@pytest.mark.parametrize(
+    ("hit", "planned", "replayed", "source"),
+    [
+        (0, 0, 0, "none"),
+        (256, 0, 0, "held"),
+        (256, 128, 0, "pulled"),
+        (256, 128, 128, "replay"),
+        (256, 0, 128, "replay"),
+    ],
+    ids=["no-hit", "held", "pulled", "replay", "held-but-lost"],
+)
+def test_window_source_is_what_was_done_with_what_was_planned(
+    hit: int, planned: int, replayed: int, source: str
+) -> None:
+    usage = Usage(
+        prompt_tokens=512,
+        cached_tokens=hit,
+        computed_tokens=512 - hit,
+        replayed_tokens=replayed,
+        image_tokens=0,
+        kv_bytes_moved=0,
+    )
+    done = Completed(usage=usage, stages=(), handoff=None, store=None)
+    events = recorded((0.0, accepted(hit, planned, 512 - hit + planned)), (0.1, done))
+    assert window_source(msgspec.structs.replace(worked_example(), events=events)) == source
 
 
 def test_timeline_of_a_failed_attempt_comes_from_its_events() -> None:
@@ -166,7 +244,7 @@ def test_failed_blocks_and_shrunk_hits_are_shown() -> None:
         events=recorded((0.0, accepted(256, 0, 256)), (0.01, swap), (0.02, done)),
     )
     text = render_timeline(record)
-    assert "999 B from the store, hit shrunk to 128" in text
+    assert "999 B of hit blocks, hit shrunk to 128" in text
     assert "1 of 3 new blocks stored, 2 FAILED, no window snapshot" in text
 
 

@@ -19,7 +19,11 @@ ENGINE, OTHER = 10001, 10002
 # What render_sidecar grants to a kvd that is root and not privileged, less what mounting needs.
 AS_IN_THE_POD = ("setpriv", "--inh-caps=-all", "--bounding-set=-all,+chown")
 # The interpreter may lie where only root can read, so the user changes after the imports.
-IMPORTS = "import os, socket, sys; from prefill_testing.kvd_process import RankClient; from prefill_testing.kvd_fakes import chain"
+IMPORTS = """
+import os, socket, sys
+from prefill_testing.kvd_process import RankClient
+from prefill_testing.kvd_fakes import chain
+"""
 USE_POOL = """
 rank, keys = RankClient(sys.argv[1], owner=1), chain("k", 6)
 print(rank.save(keys).stored_blocks, rank.read(rank.open(keys), keys))
@@ -37,7 +41,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv")
 
 def as_user(uid: int, script: str, socket: str) -> subprocess.CompletedProcess[str]:
     program = (
-        f"{IMPORTS}; os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})\n{script}"
+        f"{IMPORTS}\nos.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})\n{script}"
     )
     command = [sys.executable, "-c", program, socket]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -494,6 +494,56 @@ def test_snapshot_that_does_not_arrive_whole_is_never_ready(tmp_path: Path, stat
     run(test, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("order", "kept"), [((True, False), 0), ((False, True), 1), ((True, True), 0), ((False, False), 0)]
+)
+def test_exact_snapshot_takes_the_place_of_a_replayed_one_and_never_the_other_way_round(
+    tmp_path: Path, order: tuple[bool, bool], kept: int
+) -> None:
+    async def test(rig: Rig) -> None:
+        keys = chain("a", 3)
+        await rig.save(keys)
+        records = [make_snapshot(keys[2], generation=number, exact=exact) for number, exact in enumerate(order, 1)]
+        leases = []
+        for record in records:
+            await commit_snapshot(rig, keys[2], record)
+            leases.append(await rig.open(keys, want_snapshot=True))
+        assert bytes(rig.pool.snapshot(leases[1].snapshot_slot)) == records[kept]
+        assert bytes(rig.pool.snapshot(leases[0].snapshot_slot)) == records[0], "a lease keeps what it has"
+        rig.keeper.close([lease.lease_id for lease in leases])
+        await rig.assert_nothing_leaks()
+
+    run(test, tmp_path)
+
+
+def test_replayed_snapshot_does_not_replace_the_exact_one_that_is_being_pulled(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        keys = chain("a", 3)
+        await rig.save(keys)
+        exact = make_snapshot(keys[2], generation=2)
+        await tell_peer_has(rig, keys[2], exact)
+        rig.transport.hold = asyncio.Event()
+        answer = await rig.open(keys, want_snapshot=True)
+        assert answer.snapshot is SnapshotState.PULLING
+        await commit_snapshot(rig, keys[2], make_snapshot(keys[2], exact=False))
+        rig.transport.hold.set()
+        await until(lambda: rig.row(answer).snapshot_state is SnapshotState.READY)
+        again = await rig.open(keys, want_snapshot=True)
+        assert bytes(rig.pool.snapshot(again.snapshot_slot)) == exact
+        rig.keeper.close([answer.lease_id, again.lease_id])
+        await rig.assert_nothing_leaks()
+
+    run(test, tmp_path)
+
+
+async def commit_snapshot(rig: Rig, key: BlockKey, record: bytes) -> None:
+    reservation = rig.keeper.reserve(OWNER, num_blocks=0, num_snapshots=1, tenant="")
+    assert reservation is not None
+    (slot,) = reservation.snapshot_slots
+    rig.pool.snapshot(slot)[:] = record
+    await rig.keeper.commit(reservation.lease_id, [], [SlotKey(slot=slot, key=snapshot_key(key))])
+
+
 def test_late_pull_keeps_its_slot_out_of_the_pool_until_it_settles(tmp_path: Path) -> None:
     """ai-dynamo/nixl#2067: what was given up may still be written."""
 

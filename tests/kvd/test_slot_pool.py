@@ -123,6 +123,13 @@ class SlotPoolMachine(RuleBasedStateMachine):
         assert self.pool.finish(slot, key) is not had_valid
         return slot
 
+    @rule(key=KEYS)
+    def better_one_came(self, key: bytes) -> None:
+        slot = self.pool.find(key)
+        if slot is not None and self.pool.state(slot) is SlotState.VALID:
+            self.pool.forget(slot)
+            assert self.pool.find(key) is None
+
     @rule(slot=consumes(reserved))
     def give_back(self, slot: int) -> None:
         self.oracle.slots[slot].holders -= 1

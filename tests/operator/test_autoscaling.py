@@ -1,10 +1,12 @@
 """HPA and ScaledObject: sums only, the right queries and multipliers, and no scale-down on lost metrics."""
 
+import re
 from typing import Any
 
 import pytest
 
 from prefill_operator.errors import PoolInvalid
+from prefill_operator.pool_api import MetricName
 from prefill_operator.render_autoscaling import render_hpa, render_scaled_object, scaling_targets
 from prefill_testing.pools import CPU_BODY, OPEN_POLICY, PREFILL_BODY, STRICT_POLICY, VE_BODY, plan_of, pool_of
 
@@ -132,3 +134,15 @@ def test_pool_without_autoscaling_has_nothing_to_render() -> None:
     pool = pool_of(PREFILL_BODY)
     with pytest.raises(ValueError, match=r"no spec\.autoscaling"):
         render_hpa(pool, plan_of(pool), freeze_scale_down=False)
+
+
+def test_metrics_have_one_unit_which_is_in_their_names() -> None:
+    """k8s.md 2 row 30: a sum over the pool, divided by what one pod or one GPU shall bear."""
+    for metric in MetricName:
+        assert re.fullmatch(r"(BacklogMilliseconds|RowsWaiting|ForecastRowsPerSecond)Per(PE|GPU)", metric)
+    names = {metric["external"]["metric"]["name"] for metric in _hpa(PREFILL_BODY, AUTOSCALING)["spec"]["metrics"]}
+    assert names == {
+        "prefill_pool_backlog_milliseconds",
+        "prefill_pool_rows_waiting",
+        "prefill_pool_forecast_rows_per_second",
+    }

@@ -34,7 +34,7 @@ def test_the_config_map_holds_the_files() -> None:
 
 
 def test_dashboards_are_told_apart() -> None:
-    assert len({dashboard["uid"] for dashboard in DASHBOARDS.values()}) == len(FILES) == 2
+    assert len({dashboard["uid"] for dashboard in DASHBOARDS.values()}) == len(FILES) == 3
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)

@@ -1,11 +1,12 @@
 """The failure table of k8s.md 4.6, row by row: what the pool does, and what it says meanwhile."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from prefill_operator.api_parts import LifecycleSpec
-from prefill_operator.model import OperatorTimes
+from prefill_operator.model import OperatorTimes, SidecarDown, Termination
 from prefill_operator.names import EventReason
 from prefill_operator.pool_api import PrefillPoolSpec
 from prefill_testing.cluster_model import ClusterModel, NodeModel, settled_cluster
@@ -207,14 +208,58 @@ def test_container_that_cannot_be_made_is_a_config_problem() -> None:
     assert 'secret "x" not found' in stalled.message
 
 
+def down(cluster: ClusterModel, *, is_waiting: bool = True, **end: Any) -> SidecarDown:
+    ended = Termination(**{"at": cluster.now, "restart_count": 1, "reason": "Error", **end})
+    return SidecarDown(name="kvd", end=ended, is_waiting=is_waiting)
+
+
+def test_refusal_of_a_sidecar_is_told_in_its_own_words_and_nothing_is_replaced() -> None:
+    cluster = running(spec=make_spec(replicas=1))
+    cluster.load_seconds = 1e9
+    before, name = len(cluster.log), cluster.name_of(1)
+    end = {"exit_code": 10, "code": "ConfigError", "phase": "start", "detail": "make /dev/shm larger"}
+    cluster.change(name, ready=False, ready_changed_at=cluster.now, waiting_reason="CrashLoopBackOff")
+    cluster.change(name, sidecar=down(cluster, **end))
+    for _ in range(2):
+        cluster.run_pass()
+        stalled = cluster.condition("Stalled")
+        assert (stalled.status, stalled.reason) == ("True", "ConfigRejected")
+        for kind in ("Stalled", "Ready", "Available"):
+            assert "kvd: ConfigError (exit 10) in start: make /dev/shm larger" in cluster.condition(kind).message
+        cluster.advance(TIMES.crash_loop_seconds)
+    assert cluster.story(since=before) == []
+
+
+def test_sidecar_killed_under_a_serving_engine_is_left_to_come_back() -> None:
+    cluster = running(spec=make_spec(replicas=1))
+    before, name = len(cluster.log), cluster.name_of(1)
+    cluster.change(name, ready=False, ready_changed_at=cluster.now)
+    cluster.change(name, sidecar=down(cluster, is_waiting=False, exit_code=137))
+    cluster.run_pass()
+    assert "kvd: Error (exit 137)" in cluster.condition("Available").message
+    assert cluster.condition("Stalled").status == "False"
+    cluster.change(name, ready=True, ready_changed_at=cluster.now, sidecar=None)
+    cluster.run_pass()
+    assert cluster.condition("Ready").status == "True"
+    assert cluster.story(since=before) == []
+
+
+def test_sidecar_out_of_host_memory_names_its_own_value() -> None:
+    cluster = running(spec=make_spec(replicas=1))
+    name = cluster.name_of(1)
+    cluster.change(name, ready=False, sidecar=down(cluster, exit_code=137, reason="OOMKilled"))
+    cluster.run_pass()
+    assert "kvd: OOMKilled: host memory; raise kvd.memory" in cluster.condition("Available").message
+
+
 def test_crashing_sidecar_that_keeps_the_engine_from_starting_is_a_crash_loop() -> None:
     cluster = running(spec=make_spec(replicas=1))
     cluster.load_seconds = 1e9
     before, name = len(cluster.log), cluster.name_of(1)
     cluster.change(name, ready=False, ready_changed_at=cluster.now, waiting_reason="CrashLoopBackOff")
-    cluster.change(name, waiting_message="back-off restarting failed container kvd", waiting_since=cluster.now)
+    cluster.change(name, sidecar=down(cluster, exit_code=1))
     cluster.run_pass()
-    assert "kvd" in cluster.condition("Available").message
+    assert "kvd: Error (exit 1)" in cluster.condition("Available").message
     cluster.advance(TIMES.crash_loop_seconds)
     cluster.run_pass()
     assert cluster.story(since=before) == ["create 2", "delete 1 CrashLoop"]

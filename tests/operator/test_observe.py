@@ -181,6 +181,34 @@ def test_pod_waits_for_what_really_holds_it(engine: str, init: str, reason: str)
     assert observed.waiting_since == (T0 + 2 if reason else None)
 
 
+@pytest.mark.parametrize(
+    ("state", "started", "down"),
+    [
+        ({"running": {}}, True, None),
+        ({"running": {}}, False, False),
+        ({"waiting": {"reason": "CrashLoopBackOff"}}, False, True),
+        ({"terminated": {"exitCode": 10, "reason": "Error", "finishedAt": _stamp(3)}}, False, False),
+    ],
+    ids=["up again", "starting", "back-off", "ended"],
+)
+def test_sidecar_that_ended_is_down_until_it_has_started(state: Json, started: bool, down: bool | None) -> None:
+    text = '{"code": "ConfigError", "phase": "start", "detail": "make /dev/shm larger"}'
+    last = {"terminated": {"exitCode": 10, "reason": "Error", "finishedAt": _stamp(3), "message": text}}
+    kvd = _container(name="kvd", state=state, lastState=last, started=started, restartCount=2)
+    sidecar = _read(containerStatuses=[_container(state={"running": {}})], initContainerStatuses=[kvd]).observed.sidecar
+
+    assert (sidecar and sidecar.is_waiting) == down
+    if sidecar is not None:
+        assert (sidecar.name, sidecar.end.exit_code, sidecar.end.at) == ("kvd", 10, T0 + 3)
+        assert sidecar.end.detail == ("" if "terminated" in state else "make /dev/shm larger")
+
+
+def test_sidecar_that_starts_for_the_first_time_is_not_down() -> None:
+    kvd = _container(name="kvd", state={"running": {}}, started=False)
+
+    assert _read(initContainerStatuses=[kvd]).observed.sidecar is None
+
+
 def test_withdrawn_devices_are_listed() -> None:
     devices = [{"resourceID": "gpu-3", "health": "Unhealthy"}, {"resourceID": "gpu-4", "health": "Healthy"}]
     status = _container(allocatedResourcesStatus=[{"name": "nvidia.com/gpu", "resources": devices}])

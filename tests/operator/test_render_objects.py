@@ -108,6 +108,14 @@ def test_pod_monitor_names_the_pool_of_each_series() -> None:
     assert {"pool", "kind"} == {rule["targetLabel"] for rule in endpoint["relabelings"]}
 
 
+def test_pod_monitor_reads_the_sidecar_too() -> None:
+    monitoring = {"monitoring": {"podMonitor": True}, "kvd": {"enabled": True, "image": "kvd:1"}}
+    endpoints = _object(ChildKind.POD_MONITOR, monitoring)["spec"]["podMetricsEndpoints"]
+
+    assert [endpoint["port"] for endpoint in endpoints] == ["metrics", "kvd-metrics"]
+    assert endpoints[0]["relabelings"] == endpoints[1]["relabelings"]
+
+
 def test_user_labels_of_a_pod_monitor_do_not_hide_it_from_us() -> None:
     labels = {"app.kubernetes.io/managed-by": "me"}
     item = _object(ChildKind.POD_MONITOR, {"monitoring": {"podMonitor": True, "labels": labels}})
@@ -116,10 +124,22 @@ def test_user_labels_of_a_pod_monitor_do_not_hide_it_from_us() -> None:
 
 
 def test_network_policy_opens_our_ports_to_pods() -> None:
-    (rule,) = _object(ChildKind.NETWORK_POLICY)["spec"]["ingress"]
+    everybody, namespace = _object(ChildKind.NETWORK_POLICY)["spec"]["ingress"]
 
-    assert rule["from"] == [{"namespaceSelector": {}}]
-    assert [port["port"] for port in rule["ports"]] == ["grpc", "metrics", "probe"]
+    assert everybody["from"] == [{"namespaceSelector": {}}]
+    assert [port["port"] for port in everybody["ports"]] == ["grpc", "metrics", "probe"]
+    # Of each of up to eight ranks; pushes go to and come from pods of this namespace.
+    assert namespace["from"] == [{"podSelector": {}}]
+    assert namespace["ports"] == [{"port": 50060, "endPort": 50067, "protocol": "TCP"}]
+
+
+def test_network_policy_opens_kvd_to_its_peers() -> None:
+    everybody, namespace = _object(ChildKind.NETWORK_POLICY, {"kvd": {"enabled": True, "image": "kvd:1"}})["spec"][
+        "ingress"
+    ]
+
+    assert [port["port"] for port in everybody["ports"]] == ["grpc", "metrics", "probe", 50055, 50054]
+    assert [port["port"] for port in namespace["ports"]] == [50060, 50056]
 
 
 def _live(item: dict[str, Any]) -> dict[str, Any]:

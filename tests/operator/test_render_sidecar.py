@@ -1,10 +1,14 @@
 """Sidecars of a pod: kvd in its forms, and the mount of weights on 3FS (C32, k8s.md 4.9)."""
 
+import json
 from typing import Any
 
 import pytest
 
+from prefill_operator.model import OperatorTimes
+from prefill_operator.render_sidecar import kvd_config_files
 from prefill_testing.pools import (
+    CPU_BODY,
     PREFILL_BODY,
     SHARED_WEIGHTS,
     USRBIO,
@@ -45,6 +49,96 @@ def test_kvd_takes_the_pools_from_the_engines_memory() -> None:
 
     assert int(without[:-2]) - int(engine[:-2]) == 80 * 1024
     assert kvd == f"{81 * 1024}Mi"
+
+
+def _kvd_json(spec: dict[str, Any], body: Any = PREFILL_BODY) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(kvd_config_files(pool_of(body, spec).spec)["kvd.json"])
+    return parsed
+
+
+def test_kvd_listens_where_the_pod_says() -> None:
+    kvd = {"enabled": True, "image": "kvd:1", "directoryAddress": "directory:50061"}
+    pod, config = pod_of(pool_of(PREFILL_BODY, {"kvd": kvd})), _kvd_json({"kvd": kvd})
+    ports = {port["name"]: port["containerPort"] for port in container_of(pod, "kvd")["ports"]}
+
+    assert ports == {"kvd-probe": 50054, "kvd-metrics": 50055, "kvd-peers": 50056}
+    assert (config["probe_port"], config["metrics_port"]) == (50054, 50055)
+    assert config["transport"] == {"kind": "tcp", "port": 50056, "require_rdma": False}
+    assert config["directory"] == {"address": "directory:50061"}
+    assert {"name": "handoff", "containerPort": 50060, "protocol": "TCP"} in container_of(pod, "engine")["ports"]
+    numbers = [port["containerPort"] for name in ("kvd", "engine") for port in container_of(pod, name)["ports"]]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_kvd_gets_an_rdma_device_where_it_needs_one() -> None:
+    network, kvd = {"rdmaResourceName": "rdma/hca", "rdmaPerPE": 4}, {"enabled": True, "image": "kvd:1"}
+    nixl = {**kvd, "transport": {"kind": "NIXL", "requireRDMA": True}}
+    for given, expected in ((kvd, None), (nixl, 1)):
+        resources = container_of(pod_of(pool_of(PREFILL_BODY, {"kvd": given, "network": network})), "kvd")["resources"]
+        assert resources["requests"].get("rdma/hca") == resources["limits"].get("rdma/hca") == expected
+    assert _kvd_json({"kvd": nixl})["transport"] == {"kind": "nixl", "port": 50056, "require_rdma": True}
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ({}, 10001),
+        ({"spec": {"securityContext": {"runAsUser": 20000}}}, 20000),
+        ({"spec": {"containers": [{"name": "engine", "securityContext": {"runAsUser": 30000}}]}}, 30000),
+    ],
+    ids=["image", "pod", "container"],
+)
+def test_kvd_knows_the_engines_user(template: dict[str, Any], expected: int) -> None:
+    """kvd that mounts 3FS is root; socket and pool are the engine's."""
+    spec = {"kvd": USRBIO, "podTemplate": template}
+    pod = pod_of(pool_of(PREFILL_BODY, spec))
+
+    assert _kvd_json(spec)["engine_uid"] == expected
+    securities = (container_of(pod, "engine")["securityContext"], pod["spec"]["securityContext"])
+    assert next(item["runAsUser"] for item in securities if "runAsUser" in item) == expected
+
+
+def test_root_kvd_may_give_files_away() -> None:
+    pod = pod_of(pool_of(PREFILL_BODY, {"kvd": {**USRBIO, "fuseDeviceResource": "smarter-devices/fuse"}}))
+
+    assert container_of(pod, "kvd")["securityContext"]["capabilities"]["add"] == ["SYS_ADMIN", "IPC_LOCK", "CHOWN"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "pool", "snapshots"),
+    [
+        ({}, 80 << 30, 16 << 30),
+        ({"kvd": {"poolSize": "10Gi"}}, 10 << 30, 2 << 30),
+        ({"kvd": {"poolSize": "8Gi"}, "kvCache": {"hostPool": "1Gi", "swaPool": "3Gi"}}, 8 << 30, 6 << 30),
+    ],
+)
+def test_pool_always_has_room_for_blocks(spec: dict[str, Any], pool: int, snapshots: int) -> None:
+    config = _kvd_json({**spec, "kvd": {"enabled": True, "image": "kvd:1", **spec.get("kvd", {})}})
+
+    assert (config["pool_bytes"], config["snapshot_bytes"]) == (pool, snapshots)
+
+
+@pytest.mark.parametrize("drain", [1, 120, 3600])
+def test_kvd_ends_after_the_engine_and_within_the_pods_grace(drain: int) -> None:
+    """A native sidecar is stopped when the engine has ended; preStop, the engine and the write-back share the grace."""
+    spec = {"kvd": {"enabled": True, "image": "kvd:1"}, "lifecycle": {"drainTimeoutSeconds": drain}}
+    pod = pod_of(pool_of(CPU_BODY, spec))
+    (kvd,) = pod["spec"]["initContainers"]
+    write_back = int(kvd["args"][kvd["args"].index("--drain-seconds") + 1])
+    hook = container_of(pod, "engine")["lifecycle"]["preStop"]["exec"]["command"]
+
+    assert "lifecycle" not in kvd
+    assert int(hook[-1]) == drain
+    # k8s.md 4.7: engine exit 20 s, kvd 15 s, unmount 10 s. Also what a pod has that the operator has drained before.
+    assert 20 + write_back + 10 <= OperatorTimes().drained_grace_seconds
+    assert pod["spec"]["terminationGracePeriodSeconds"] == drain + OperatorTimes().drained_grace_seconds
+
+
+def test_failure_of_kvd_reaches_the_pool() -> None:
+    """Its termination message, or the end of its log where it left none."""
+    kvd = container_of(pod_of(pool_of(PREFILL_BODY, {"kvd": {"enabled": True, "image": "kvd:1"}})), "kvd")
+
+    assert kvd["terminationMessagePolicy"] == "FallbackToLogsOnError"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from prefill_operator.pool_api import (
     GpuSpec,
     KvCacheSpec,
     KvdSpec,
+    KvdTransport,
+    KvdTransportKind,
     PrefillPoolSpec,
     QuotaSpec,
     RedundancyMode,
@@ -76,6 +78,8 @@ def test_change_class_refuses_a_field_nobody_classified() -> None:
         ("rollout.max_surge", ChangeClass.AT_ONCE),
         ("replicas", ChangeClass.AT_ONCE),
         ("pod_template.spec", ChangeClass.ROLL),
+        ("kvd.directory_address", ChangeClass.ROLL),
+        ("kvd.transport.require_rdma", ChangeClass.ROLL),
     ],
 )
 def test_change_class_by_the_table(path: str, expected: ChangeClass) -> None:
@@ -119,14 +123,22 @@ def test_revision_ignores_what_must_not_roll(changes: dict[str, object]) -> None
         {"engine": replace(SPEC.engine, args=("--x",))},
         {"gpu": GpuSpec(memory="80G")},
         {"kvd": KvdSpec(enabled=True, image="kvd:1")},
+        {"kvd": KvdSpec(directory_address="directory:50061")},
+        {"kvd": KvdSpec(transport=KvdTransport(kind=KvdTransportKind.NIXL))},
         {"kv_cache": KvCacheSpec(host_pool="1Gi")},
         {"scheduling": SchedulingSpec(runtime_class_name="nvidia")},
         {"pod_template": PodOverlay(metadata=OverlayMetadata(labels={"a": "b"}))},
     ],
-    ids=["revision", "image", "args", "gpu", "kvd", "hostPool", "runtimeClass", "overlay"],
+    ids=["revision", "image", "args", "gpu", "kvd", "directory", "transport", "hostPool", "runtimeClass", "overlay"],
 )
 def test_revision_changes_with_what_rolls(changes: dict[str, object]) -> None:
     assert hash_of(replace(SPEC, **changes)) != hash_of(SPEC)
+
+
+def test_revision_ignores_defaults_that_are_written_out() -> None:
+    """An operator that brings new fields of kvd rolls nobody; what it renders anew (ports, kvd's user) is for new revisions."""
+    written = KvdSpec(transport=KvdTransport(kind=KvdTransportKind.TCP, require_rdma=False), directory_address=None)
+    assert hash_of(replace(SPEC, kvd=written)) == hash_of(SPEC)
 
 
 def test_revision_changes_with_the_plan() -> None:

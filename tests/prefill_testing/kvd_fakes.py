@@ -1,5 +1,6 @@
 """Store and transport of kvd with faults on demand, and the geometry and records they deal in. No torch."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,11 +35,11 @@ def make_record(key: BlockKey, *, index: int = 0, provenance: int = 0) -> bytes:
     return CODEC.encode_header(key=key, payload=payload, block_index=index, provenance=provenance) + payload
 
 
-def make_snapshot(key: BlockKey, *, generation: int = 1) -> bytes:
+def make_snapshot(key: BlockKey, *, generation: int = 1, exact: bool = True) -> bytes:
     """The snapshot record at the end of block `key`."""
     payload = (key * (SNAPSHOT_BYTES // len(key) + 1))[:SNAPSHOT_BYTES]
     header = SNAPSHOT_CODEC.encode_header(
-        key=snapshot_key(key), position=128, first_valid=0, exact=True, generation=generation, payload=payload
+        key=snapshot_key(key), position=128, first_valid=0, exact=exact, generation=generation, payload=payload
     )
     return (header + payload).ljust(SNAPSHOT_CODEC.record_bytes, b"\x00")
 
@@ -127,7 +128,7 @@ class FakeStore:
 
 class FakeTransport:
     """Transport whose peers are the dictionary `things` (32-byte key -> bytes). state: of the next pulls. late writes go into
-    `late` targets until `settle`."""
+    `late` targets until `settle`. hold: pulls wait for it."""
 
     kind = "fake"
 
@@ -136,6 +137,7 @@ class FakeTransport:
         self.state = PullState.DONE
         self.late: list[memoryview] = []
         self.is_settled = True
+        self.hold: asyncio.Event | None = None
         self.closed_peers: list[str] = []
         self.find: Callable[[bytes], Source | None] = lambda _key: None
 
@@ -145,6 +147,8 @@ class FakeTransport:
 
     async def pull(self, endpoint: str, key: bytes, target: memoryview, *, deadline_seconds: float) -> PullOutcome:
         state = self.state
+        if self.hold is not None:
+            await self.hold.wait()
         if state is PullState.DONE:
             thing = self.things.get(key)
             if thing is None:

@@ -4,28 +4,42 @@ Exit 0 only if every turn took the expected path and every probe agreed; 1 other
 """
 
 import argparse
-import shutil
+import contextlib
 import signal
 import sys
 import tempfile
+import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
-from prefill_engine.demo import DemoOptions, Narrator, Prepared, TurnReport, run_demo
-from prefill_engine.local_engine import LocalEngine
+from prefill_engine.demo import DemoOptions, Narrator, Prepared, run_demo
+from prefill_engine.demo_nodes import Cluster
+from prefill_engine.demo_prompt import MIN_TOKENS
+from prefill_engine.demo_report import TurnReport, blocks_line, handoff_lines, summary_lines, window_line
+from prefill_engine.local_process import ENDING_SIGNALS
 from prefill_engine.model.checkpoint_texts import PRESETS
 from prefill_engine.probe_report import describe_probe
-from prefill_engine.timeline import PLAIN_STYLE, TERMINAL_STYLE, Style, format_bytes, render_timeline
+from prefill_engine.timeline import (
+    render_timeline,
+)
+from prefill_engine.timeline_bars import (
+    PLAIN_STYLE,
+    TERMINAL_STYLE,
+    Style,
+    format_bytes,
+)
 from prefill_engine.trace import build_trace
 from prefill_engine.worked_example import PROMPT_TOKENS, worked_example_lines
 from prefill_plan.errors import ConfigError, PrefillError
 
 _TRACE_NAME = "trace.json"
-_MIN_TOKENS = 400
-"""Below this, a turn is shorter than a block and nothing is hit."""
+_TITLE = "Two prefill nodes on this machine's CPU, each an engine with its KV sidecar; each hand-off checked by a decode probe"
+_TEXT_COLUMNS = 107
+"""Of 120, less the names of the rows."""
 
 
 class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +54,7 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrintingNarrator(Narrator):
-    """Tells the demo's story on a terminal or into a file."""
+    """Tells the demo's story on a terminal or into a file, in at most 120 columns."""
 
     def __init__(self, style: Style) -> None:
         self._style = style
@@ -48,10 +62,10 @@ class PrintingNarrator(Narrator):
     def prepared(self, prepared: Prepared) -> None:
         spec, conversation = prepared.spec, prepared.conversation
         decoder = spec.num_layers - spec.first_decoder_layer
-        self._fact(
+        self._row(
             "checkpoint",
-            f"official format, fp8 and fp4, random weights, {format_bytes(prepared.num_bytes)}",
-            prepared.write_seconds,
+            f"official format, fp8 and fp4, random weights, {format_bytes(prepared.num_bytes)}  "
+            f"({prepared.write_seconds:.1f} s)",
         )
         self._row(
             "model",
@@ -59,40 +73,45 @@ class PrintingNarrator(Narrator):
             f"decoder runs the last {prepared.keep_tokens}",
         )
         sizes = " + ".join(f"{len(message):,}" for message in conversation.messages)
-        self._fact("prompt", f"{conversation.source}, as a conversation of {sizes} tokens", None)
+        self._row("prompt", f"{conversation.source}, as a conversation of {sizes} tokens")
 
-    def engine_ready(self, engine: LocalEngine, *, seconds: float, is_restart: bool) -> None:
-        if is_restart:
-            say("")
-            self._fact(
-                "restart",
-                f"engine killed and started again on the same store, pid {engine.pid}",
-                seconds,
+    def started(self, cluster: Cluster, *, seconds: float) -> None:
+        for node in cluster.nodes.values():
+            self._row(
+                f"node {node.name}",
+                f"engine pid {node.engine.pid}, {node.engine.endpoint}, CPU, reference kernels | kvd pid {node.kvd.pid}, "
+                f"{format_bytes(node.kvd.config.pool_bytes)} of /dev/shm",
             )
-            self._row("", "its window snapshots were in its memory only; the blocks are in the store")
-        else:
-            self._fact("engine", f"pid {engine.pid}, {engine.endpoint}, CPU, reference kernels, file store", seconds)
+        self._row(
+            "store", f"one directory, both nodes' | directory service pid {cluster.directory.pid}  ({seconds:.1f} s)"
+        )
+
+    def happened(self, what: str, *lines: str) -> None:
+        say("")
+        for index, line in enumerate(lines):
+            self._row(what if index == 0 else "", line)
 
     def turn_done(self, turn: TurnReport) -> None:
         style = self._style
         say("")
         say(render_timeline(turn.record, style=style))
-        how = "pushed into a decode peer's memory, accepted" if turn.handoff_mode == "push" else "pulled, lease held"
-        num_bytes = format_bytes(turn.handoff_bytes)
-        self._row("hand-over", f"{num_bytes} by {turn.handoff_transport}: {how}; checksums right")
+        for name, text in (("hit blocks", blocks_line(turn)), ("window KV", window_line(turn))):
+            if text:
+                self._row(name, text)
+        for index, line in enumerate(handoff_lines(turn)):
+            self._row("hand-over" if index == 0 else "", line)
         verdict, distance = describe_probe(turn.probe)
         colour = style.bad if turn.probe.problems else style.good
-        self._row("probe", f"{colour}{verdict}{style.reset}")
+        self._row("probe", verdict, colour)
         self._row("", distance)
         for problem in turn.problems:
-            self._row("PROBLEM", f"{style.bad}{problem}{style.reset}")
+            self._row("PROBLEM", problem, style.bad)
 
-    def _fact(self, name: str, text: str, seconds: float | None) -> None:
-        took = "" if seconds is None else f"  ({seconds:.1f} s)"
-        self._row(name, text + took)
-
-    def _row(self, name: str, text: str) -> None:
-        say(f"  {self._style.quiet}{name:<10}{self._style.reset} {text}")
+    def _row(self, name: str, text: str, colour: str = "") -> None:
+        style = self._style
+        reset = style.reset if colour else ""
+        for index, line in enumerate(textwrap.wrap(text, _TEXT_COLUMNS, break_long_words=False)):
+            say(f"  {style.quiet}{name if index == 0 else '':<10}{style.reset} {colour}{line}{reset}")
 
 
 def say(text: str) -> None:
@@ -105,14 +124,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--work-dir",
         type=Path,
         metavar="DIR",
-        help="empty or new directory for checkpoint, store, log and trace, all kept (default: a temporary one, of which "
-        "the trace and the log are kept)",
+        help="empty or new directory for checkpoint, store, logs and trace, all kept (default: a temporary one, removed at "
+        "the end)",
     )
     parser.add_argument("--preset", choices=PRESETS, default="demo", help="checkpoint size (default: %(default)s)")
     parser.add_argument(
         "--prompt-tokens",
         type=int,
-        default=2000,
+        default=1600,
         metavar="N",
         help="length of the whole conversation (default: %(default)s)",
     )
@@ -120,39 +139,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cmd_demo(args: argparse.Namespace) -> int:
-    if args.prompt_tokens < _MIN_TOKENS:
-        raise ConfigError(f"--prompt-tokens {args.prompt_tokens}, expected at least {_MIN_TOKENS}; nothing was started")
-    previous = signal.signal(signal.SIGTERM, _exit_on_signal)
+    if args.prompt_tokens < MIN_TOKENS:
+        raise ConfigError(f"--prompt-tokens {args.prompt_tokens}, expected at least {MIN_TOKENS}; nothing was started")
+    previous = {number: signal.signal(number, _exit_on_signal) for number in ENDING_SIGNALS}
     try:
-        return _demo(args)
+        with _work_dir(args.work_dir) as work_dir:
+            return _demo(args, work_dir)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
-def _demo(args: argparse.Namespace) -> int:
+def _demo(args: argparse.Namespace, work_dir: Path) -> int:
     start = time.monotonic()
-    work_dir = _work_dir(args.work_dir)
     style = TERMINAL_STYLE if sys.stdout.isatty() else PLAIN_STYLE
     narrator = Narrator() if args.json else PrintingNarrator(style)
     turns: tuple[TurnReport, ...] = ()
     error = ""
     if not args.json:
-        say(
-            f"{style.strong}A prefill engine on this machine's CPU, each hand-off checked by a decode probe{style.reset}"
-        )
+        say(f"{style.strong}{_TITLE}{style.reset}")
         say("")
     try:
         turns = run_demo(DemoOptions(work_dir=work_dir, preset=args.preset, num_tokens=args.prompt_tokens), narrator)
     except PrefillError as failure:
         error = failure.message
-    trace = work_dir / _TRACE_NAME
-    trace.write_bytes(build_trace([turn.record for turn in turns]))
-    if args.work_dir is None:
-        _remove_bulk(work_dir)
+    trace = ""
+    if args.work_dir is not None:
+        path = work_dir / _TRACE_NAME
+        path.write_bytes(build_trace([turn.record for turn in turns]))
+        trace = str(path)
     ok = not error and not any(turn.problems for turn in turns)
-    summary = DemoSummary(
-        ok=ok, error=error, device="cpu", seconds=time.monotonic() - start, trace=str(trace), turns=turns
-    )
+    summary = DemoSummary(ok=ok, error=error, device="cpu", seconds=time.monotonic() - start, trace=trace, turns=turns)
     if args.json:
         print(msgspec.json.encode(summary).decode())
     else:
@@ -172,7 +189,15 @@ def _print_end(summary: DemoSummary, style: Style) -> None:
     for line in worked_example_lines():
         say(f"  {line}")
     say("")
-    say(f"  trace      {summary.trace} (open it in https://ui.perfetto.dev or chrome://tracing)")
+    say(f"{style.strong}The turns{style.reset}")
+    for line in summary_lines(summary.turns):
+        say(f"  {line}")
+    say("")
+    if summary.trace:
+        say(f"  trace      {summary.trace}")
+        say("             open it in https://ui.perfetto.dev or chrome://tracing")
+    else:
+        say("  trace      with --work-dir DIR the checkpoint, store, logs and a trace for ui.perfetto.dev are kept")
     say("  times      are those of a small random model on this CPU; they say nothing about a GPU")
     colour, verdict = (style.good, "every turn took the expected path, every probe agreed")
     if not summary.ok:
@@ -180,10 +205,13 @@ def _print_end(summary: DemoSummary, style: Style) -> None:
     say(f"  {colour}verdict    {verdict}{style.reset} ({summary.seconds:.0f} s)")
 
 
-def _work_dir(wanted: Path | None) -> Path:
+@contextlib.contextmanager
+def _work_dir(wanted: Path | None) -> Iterator[Path]:
     """Raises ConfigError: the directory is not empty (an old store would turn the cold turn into a hit), or not usable."""
     if wanted is None:
-        return Path(tempfile.mkdtemp(prefix="prefill-demo-"))
+        with tempfile.TemporaryDirectory(prefix="prefill-demo-") as directory:
+            yield Path(directory)
+        return
     try:
         wanted.mkdir(parents=True, exist_ok=True)
         entries = sorted(entry.name for entry in wanted.iterdir())
@@ -193,15 +221,12 @@ def _work_dir(wanted: Path | None) -> Path:
         raise ConfigError(
             f"--work-dir {wanted} is not empty (it has {entries[0]}); name a new one; nothing was started"
         )
-    return wanted
-
-
-def _remove_bulk(work_dir: Path) -> None:
-    for name in ("checkpoint", "store"):
-        shutil.rmtree(work_dir / name, ignore_errors=True)
+    yield wanted
 
 
 def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """SIGTERM as an exception, so that the engine is ended on the way out."""
+    """A signal as an exception, so that every process is ended on the way out; which no second one may interrupt."""
     del frame
+    for each in ENDING_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
     sys.exit(128 + number)

@@ -19,13 +19,15 @@ from prefill_engine.probe_report import ProbeReport, describe_probe
 from prefill_engine.takeover import Outcome, TakenOver
 from prefill_engine.takeover_way import TRANSPORTS, TakeOverWay, send_and_take_over
 from prefill_engine.timeline import (
-    PLAIN_STYLE,
-    TERMINAL_STYLE,
     AttemptRecord,
     Stage,
+    render_timeline,
+)
+from prefill_engine.timeline_bars import (
+    PLAIN_STYLE,
+    TERMINAL_STYLE,
     Style,
     format_bytes,
-    render_timeline,
 )
 from prefill_engine.trace import build_trace
 from prefill_plan.errors import CallFailed, ConfigError, PrefillError
@@ -83,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-store",
         type=Path,
         metavar="DIR",
-        help="the engine's file store as mounted here, for --handoff store-only (with --model)",
+        help="the file store of the engine, or of its kvd, as mounted here, for --handoff store-only (with --model)",
     )
     parser.add_argument(
         "--probe",

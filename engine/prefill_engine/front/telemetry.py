@@ -9,6 +9,7 @@ import logging
 from prefill_engine.front.attempt import Attempt
 from prefill_engine.front.call import PRIORITY_NAMES
 from prefill_engine.front.health import EngineState
+from prefill_engine.front.kv_counters import KvCounters
 from prefill_engine.front.load import LoadBoard, LoadView
 from prefill_engine.front.served_model import COMPONENT_LABELS, ServedModel
 from prefill_engine.front.tickets import Ticket, TicketState
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _STAGE_LABELS = {"QUEUE": "queue", "SWAP_IN": "swap_in", "COMPUTE": "compute", "STORE": "store", "HANDOFF": "handoff"}
 _LOAD_STAGE = "load"
+_REPLAY_REASONS = {"peer": "pull", "local": "lost"}
+"""Resolved.swa_source of a prompt that was replayed after all -> label; "none": there was no snapshot to begin with."""
 
 
 class Telemetry:
@@ -32,6 +35,8 @@ class Telemetry:
         self._started = started
         self._steps: dict[int, int] = {}
         self._step_rows: dict[int, int] = {}
+        self._kv = KvCounters(metrics)
+        self._window_plans: dict[bytes, str] = {}
 
     def attempt_admitted(self, attempt: Attempt) -> None:
         self._board.note_admitted(attempt.call.attempt_id)
@@ -40,6 +45,7 @@ class Telemetry:
         source = message.swa_source if message.swa_source in ("local", "peer", "store", "replay") else None
         if source is not None:
             self._metrics.swa_source.labels(source).inc()
+            self._window_plans[attempt.call.attempt_id] = source
         offered = attempt.call.offered_hit
         if offered is not None and message.effective_hit < offered:
             self._metrics.hit_shrunk.labels("resolved").inc()
@@ -59,7 +65,10 @@ class Telemetry:
         if "STORE" in stages and not reason:
             metrics.store_commit_seconds.observe(stages["STORE"])
         computed = attempt.computed
+        window_plan = self._window_plans.pop(attempt.call.attempt_id, "replay")
         if computed is not None:
+            if computed.replayed_tokens:
+                metrics.kv_replay.labels(_REPLAY_REASONS.get(window_plan, "none")).inc()
             metrics.prompt_tokens.labels("kv_hit").inc(computed.cached_tokens)
             metrics.prompt_tokens.labels("computed").inc(computed.computed_tokens)
             metrics.replayed_rows.inc(computed.replayed_tokens)
@@ -113,7 +122,7 @@ class Telemetry:
         metrics.kv_ticket_ratio.labels(rank).set(load.kv_tokens_held_by_tickets / total)
         metrics.state_slots_free.labels(rank).set(load.state_slots_free)
         metrics.store_lag_blocks.labels(rank).set(load.store_lag_blocks)
-        for name, count in load.counters.items():
+        for name, count in self._kv.take(load.rank, load.counters).items():
             metrics.rank_events.labels(rank, name).set(count)
         metrics.steps.labels(rank).inc(max(0, load.step_counter - self._steps.get(load.rank, 0)))
         self._steps[load.rank] = load.step_counter

@@ -144,7 +144,7 @@ class Commits:
             if index in bad:
                 pool.fail(one.slot)
             else:
-                pool.finish(one.slot, one.key)
+                self._state.finish_snapshot(one.slot, one.key)
                 keys.append(one.key)
             pool.unpin(one.slot)
         if keys:

@@ -12,7 +12,7 @@ from prefill_engine.kv.record import KEY_BYTES, LAYOUT_ID_BYTES, RecordCodec, Ve
 from prefill_engine.kv.snapshot_record import SnapshotCodec
 from prefill_engine.kvd.lease_journal import JournalEntry, LeaseJournal
 from prefill_engine.kvd.leases import Lease, Leases
-from prefill_engine.kvd.slot_pool import SlotPool
+from prefill_engine.kvd.slot_pool import SlotPool, SlotState
 from prefill_plan.block_keys import BlockKey
 from prefill_plan.errors import CapacityError
 
@@ -62,6 +62,14 @@ class PoolState:
         self.replayed[slot] = decode_info(self.memory.record(slot)).provenance
         return self.blocks.finish(slot, key)
 
+    def finish_snapshot(self, slot: int, key: bytes) -> None:
+        """The slot's snapshot is verified. The first one stays, unless it is of a replay and this one is exact."""
+        pool, other = self.snapshots, self.snapshots.find(key)
+        if other is not None and other != slot and pool.state(other) is SlotState.VALID and not pool.is_suspect(other):
+            if self._is_exact(slot) and not self._is_exact(other):
+                pool.forget(other)
+        pool.finish(slot, key)
+
     def provenance(self, slot: int) -> int:
         """Of a record whose header is verified."""
         return decode_info(self.memory.record(slot)).provenance
@@ -76,6 +84,9 @@ class PoolState:
         head = self.memory.record(slot)[: self.geometry.header_bytes]
         key = BlockKey(bytes(head[_KEY_OFFSET : _KEY_OFFSET + KEY_BYTES]))
         return None if isinstance(self.codec.read_header(head, key=key), VerifyFailure) else key
+
+    def _is_exact(self, slot: int) -> bool:
+        return self.snapshot_codec.decode_info(self.memory.snapshot(slot)).exact
 
     def record_lease(self, lease: Lease) -> None:
         """Writes down a new lease or reservation for the next life, or ends it.

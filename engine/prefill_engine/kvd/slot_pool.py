@@ -187,6 +187,13 @@ class SlotPool:
         self._settle(slot)
         return is_first
 
+    def forget(self, slot: int) -> None:
+        """A better record of its key is there: nobody finds this VALID slot any more, and it goes with its last holder."""
+        if self.is_takeable(slot):
+            self._num_evictable -= 1
+        self._forget_key(slot)
+        self._settle(slot)
+
     def fail(self, slot: int) -> None:
         """What was written into the FILLING slot is of no use, and nothing writes any more."""
         self._writers[slot] = max(0, self._writers[slot] - 1)

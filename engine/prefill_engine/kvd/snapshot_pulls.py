@@ -164,7 +164,7 @@ class SnapshotPulls:
         try:
             failure = await self._verify(slot, key)
             if failure is None:
-                self._state.snapshots.finish(slot, key)
+                self._state.finish_snapshot(slot, key)
                 self._state.leases.note_snapshot(slot, SnapshotState.READY)
                 await self._directory.publish_snapshots([key])
             else:
@@ -183,7 +183,7 @@ class SnapshotPulls:
         return None if failure is None else str(failure)
 
     def _arrived(self, slot: int, key: bytes, seconds: float) -> None:
-        self._state.snapshots.finish(slot, key)
+        self._state.finish_snapshot(slot, key)
         self._state.leases.note_snapshot(slot, SnapshotState.READY)
         self._metrics.swa_pull_seconds.observe(seconds)
         self._metrics.swapin_bytes.labels("peer").inc(self._state.geometry.snapshot_record_bytes)

@@ -49,6 +49,8 @@ class Attempt:
     block_slots: tuple[int, ...] = ()
     """Slots of blocks 0..ceil(L/128)-1, each referenced once, from admission on."""
     state_slot: int = -1
+    is_window_set: bool = False
+    """Its window state was prepared for the chunk that computes or has computed its first rows: the plan of it stands."""
     next_row: int = 0
     first_token: int = -1
     num_published: int = 0

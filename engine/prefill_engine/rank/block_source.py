@@ -75,22 +75,26 @@ class SnapshotDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoaded:
-    """Layer groups 0..groups-1 of every block of the load are in their slots; more is on its way."""
+    """Layer groups 0..groups-1 of every block of the load are in their slots; more is on its way. seconds: since the load began.
+    at_ns: CLOCK_MONOTONIC of it; a step may be running when it is told."""
 
     attempt_id: bytes
     groups: int
     num_bytes: int
     seconds: float
+    at_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadDone:
-    """provenances: one per leading block that is in its slot, verified; 1 = descends from a replay."""
+    """provenances: one per leading block that is in its slot, verified; 1 = descends from a replay. seconds, at_ns: as
+    GroupLoaded's."""
 
     attempt_id: bytes
     provenances: tuple[int, ...]
     num_bytes: int
     seconds: float
+    at_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

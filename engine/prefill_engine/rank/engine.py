@@ -268,7 +268,7 @@ class RankEngine:
                 num_bytes=done.num_bytes,
                 hit_shrunk_to=shrunk_to,
                 took_seconds=done.seconds,
-                at_ns=time.monotonic_ns(),
+                at_ns=done.at_ns,
             )
         )
 
@@ -294,6 +294,7 @@ class RankEngine:
     def requeue(self, attempt: Attempt) -> None:
         """Its rows of this step are worthless: the hit did not come in time (C18). It goes on when the load is over."""
         attempt.poisoned = True
+        attempt.is_window_set = False
         attempt.phase = AttemptPhase.LOADING
 
     # --- the end

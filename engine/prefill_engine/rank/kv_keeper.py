@@ -118,9 +118,10 @@ class KvKeeper:
         return self.states.get(snapshot_key(attempt.keys[position // BLOCK_TOKENS - 1]))
 
     def take_snapshot_in(self, attempt: Attempt, snapshot: SwaSnapshot | None) -> None:
-        """The snapshot of the look-up is here, or lost. One that fits spares the replay of an attempt that has not begun."""
+        """The snapshot of the look-up is here, or lost. One that fits spares the replay of an attempt that has not begun; in the
+        middle of its first step it is too late."""
         attempt.promised_snapshot = 0
-        if snapshot is None or attempt.rows_computed or snapshot.position != attempt.plan.hit_tokens:
+        if snapshot is None or attempt.is_window_set or snapshot.position != attempt.plan.hit_tokens:
             return
         attempt.snapshot = snapshot
         self.resolve(attempt, present_blocks=attempt.plan.hit_tokens // BLOCK_TOKENS)
@@ -214,6 +215,7 @@ class KvKeeper:
         chunk was discarded."""
         plan, snapshot = attempt.plan, attempt.snapshot
         assert self.has_window(attempt), "the hit has neither a snapshot nor a replay"
+        attempt.is_window_set = True
         self._cache.clear_state(attempt.state_slot)
         if plan.replay_tokens == 0 and snapshot is not None:
             self._cache.restore_snapshot(attempt.state_slot, snapshot.position, snapshot.data)

@@ -147,8 +147,13 @@ class StoreWorker:
                 extra={"error": error.message, "loaded_blocks": len(provenances)},
             )
             self._lost.set()
-        seconds = time.monotonic() - start
-        return LoadDone(attempt_id=attempt_id, provenances=tuple(provenances), num_bytes=num_bytes, seconds=seconds)
+        return LoadDone(
+            attempt_id=attempt_id,
+            provenances=tuple(provenances),
+            num_bytes=num_bytes,
+            seconds=time.monotonic() - start,
+            at_ns=time.monotonic_ns(),
+        )
 
     def _write(self, attempt_id: bytes, items: Sequence[WriteItem]) -> WriteDone:
         """Stops at the first failure: a chain with a hole is of no use to a later look-up."""

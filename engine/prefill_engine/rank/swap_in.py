@@ -143,7 +143,8 @@ class SwapIn:
     def refuse(self, attempt_id: bytes, shared: LoadProgress) -> None:
         """Ends a load that has no lease to begin with."""
         self._post(SnapshotDone(attempt_id=attempt_id, snapshot=None))
-        self._post(LoadDone(attempt_id=attempt_id, provenances=(), num_bytes=0, seconds=0.0))
+        now_ns = time.monotonic_ns()
+        self._post(LoadDone(attempt_id=attempt_id, provenances=(), num_bytes=0, seconds=0.0, at_ns=now_ns))
         with self.changed:
             shared.ending = Ending.LOST
             self.changed.notify_all()
@@ -226,7 +227,13 @@ class SwapIn:
             seconds = now - state.started
             self.counters.add_groups(range(state.shared.groups, groups), seconds)
             self._post(
-                GroupLoaded(attempt_id=job.attempt_id, groups=groups, num_bytes=state.num_bytes, seconds=seconds)
+                GroupLoaded(
+                    attempt_id=job.attempt_id,
+                    groups=groups,
+                    num_bytes=state.num_bytes,
+                    seconds=seconds,
+                    at_ns=round(now * 1e9),
+                )
             )
         with self.changed:
             state.shared.groups, state.shared.progress = groups, now
@@ -290,11 +297,20 @@ class SwapIn:
         return True
 
     def _report(self, state: _LoadState, ending: Ending) -> None:
-        job, seconds = state.job, time.monotonic() - state.started
+        job, now = state.job, time.monotonic()
+        seconds = now - state.started
         self.counters.add_load(ending, num_bytes=state.num_bytes)
         if ending is Ending.WHOLE:
             self.counters.add_groups(range(state.shared.groups, self._num_groups), seconds)
         elif state.wants_snapshot:
             self._post(SnapshotDone(attempt_id=job.attempt_id, snapshot=None))
         whole = tuple(state.provenances[: min(state.copied)])
-        self._post(LoadDone(attempt_id=job.attempt_id, provenances=whole, num_bytes=state.num_bytes, seconds=seconds))
+        self._post(
+            LoadDone(
+                attempt_id=job.attempt_id,
+                provenances=whole,
+                num_bytes=state.num_bytes,
+                seconds=seconds,
+                at_ns=round(now * 1e9),
+            )
+        )

@@ -157,9 +157,28 @@ class Cluster:
         """Devices of node-`number` that are unhealthy from now on; the kubelet hears of it within a second."""
         (self.directory / f"node-{number}" / f"faults-{kind}").write_text("".join(f"{device}\n" for device in devices))
 
+    def run_on_node(self, number: int, *command: str) -> str:
+        """As root on node-`number`: in the mount namespace of its kubelet."""
+        done = subprocess.run(
+            ["nsenter", "--mount", f"--target={self.process_id(f'kubelet-{number}')}", *command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, f"{' '.join(command)} on node-{number}: {done.stdout}{done.stderr}"
+        return done.stdout
+
     def engine_processes(self, pod: Json) -> list[int]:
         """Process ids of a pod's engine container, the first process of the container first."""
-        ids = {status["containerID"].rpartition("/")[2] for status in pod["status"]["containerStatuses"]}
+        return self._processes(pod, pod["status"]["containerStatuses"])
+
+    def sidecar_processes(self, pod: Json, name: str) -> list[int]:
+        """The same for a container that starts before the engine."""
+        return self._processes(pod, [one for one in pod["status"]["initContainerStatuses"] if one["name"] == name])
+
+    def _processes(self, pod: Json, statuses: list[Json]) -> list[int]:
+        ids = {status["containerID"].rpartition("/")[2] for status in statuses if "containerID" in status}
         root = Path("/sys/fs/cgroup/pids") / pod["spec"]["nodeName"]
         files = [file for file in root.rglob("cgroup.procs") if file.parent.name in ids]
         return sorted(int(pid) for file in files for pid in file.read_text().split())
