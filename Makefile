@@ -37,7 +37,7 @@ lint: setup  ## ruff, mypy --strict, import contracts
 unit: setup  ## pytest
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not kills" tests --ignore=tests/cluster
 
-test-kv-kills: setup  ## the whole process-kill matrix: engine, kvd, peer, directory, killed and frozen in every phase (10 minutes)
+test-kv-kills: setup  ## the whole process-kill matrix: engine, kvd, peer, directory, killed and frozen in every phase (5 minutes)
 	$(BIN)/python -m pytest -q tests/e2e/test_kv_kills.py
 
 SOAK_MINUTES ?= 10

@@ -22,7 +22,6 @@ QUICK = {
     ("kvd", "saving", signal.SIGKILL),
     ("peer", "pull", signal.SIGKILL),
     ("directory", "open", signal.SIGKILL),
-    ("kvd", "pull", signal.SIGSTOP),
 }
 CASES = [
     pytest.param(

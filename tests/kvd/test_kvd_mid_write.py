@@ -23,6 +23,7 @@ def test_killed_in_mid_write_leaves_a_temporary_file_and_no_hit_in_the_store(
     faults = FaultShim(compile_shim(tmp_path), tmp_path / "faults", store=store)
     kvd = KvdProcess(tmp_path, wrapper=faults.wrapper)
     rank = RankClient(kvd.socket)
+    wait_until(lambda: kvd.metric("store_up") == 1, "the store, which has files of its own to write")
     is_held = faults.hold(call)
     saving = threading.Thread(target=save, args=(rank,))
     saving.start()

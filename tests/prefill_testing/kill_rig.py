@@ -227,6 +227,8 @@ class KillRig:
 
     def prepare(self) -> list[int]:
         """A prompt whose first blocks are in the store and whose snapshot is at far, and the directory knows of both."""
+        for node in (self.near, self.far):
+            wait_until(lambda node=node: node.kvd.metric("store_up") == 1, f"the store: {node.kvd.folder.name}")
         tokens = self.prompt(1200)
         base = tokens[: BASE_BLOCKS * BLOCK_TOKENS + 60]
         assert self.finish(self.far, base).is_whole

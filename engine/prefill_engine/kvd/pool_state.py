@@ -65,9 +65,15 @@ class PoolState:
     def finish_snapshot(self, slot: int, key: bytes) -> None:
         """The slot's snapshot is verified. The first one stays, unless it is of a replay and this one is exact."""
         pool, other = self.snapshots, self.snapshots.find(key)
-        if other is not None and other != slot and pool.state(other) is SlotState.VALID and not pool.is_suspect(other):
-            if self._is_exact(slot) and not self._is_exact(other):
-                pool.forget(other)
+        if (
+            other is not None
+            and other != slot
+            and pool.state(other) is SlotState.VALID
+            and not pool.is_suspect(other)
+            and self._is_exact(slot)
+            and not self._is_exact(other)
+        ):
+            pool.forget(other)
         pool.finish(slot, key)
 
     def provenance(self, slot: int) -> int:
