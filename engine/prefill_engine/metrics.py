@@ -99,17 +99,17 @@ class Metrics:
             return Counter(name, text, labels, registry=registry)
 
         self._add_handoff(registry)
-        self.kv_open = counter("kv_open_total", "Look-ups at kvd: exact, pulling, replay or miss.", ("mode",))
-        self.kv_open_late = counter("kv_open_late_total", "Look-ups not answered in time; they are misses, too.")
-        self.kv_hit_tokens = counter("kv_hit_tokens_total", "Tokens of blocks that look-ups found.")
-        self.kv_requested_tokens = counter("kv_requested_tokens_total", "Tokens of blocks that look-ups asked for.")
+        self.kv_open = counter("pe_kv_open_total", "Look-ups at kvd: exact, pulling, replay or miss.", ("mode",))
+        self.kv_open_late = counter("pe_kv_open_late_total", "Look-ups not answered in time; they are misses, too.")
+        self.kv_hit_tokens = counter("pe_kv_hit_tokens_total", "Tokens of blocks that look-ups found.")
+        self.kv_requested_tokens = counter("pe_kv_requested_tokens_total", "Tokens of blocks that look-ups asked for.")
         self.kv_loads = counter("kv_swapin_total", "Swap-ins: whole, short, late, lost or given_up.", ("ending",))
         self.kv_loaded_bytes = counter("kv_swapin_copied_bytes_total", "Bytes copied from kvd's pool to the KV cache.")
         self.kv_swapin_stall = counter(
             "kv_swapin_stall_seconds_total", "Time that steps stood still at the gate of a layer group.", ("group",)
         )
         self.kv_group_ready = Summary(
-            "kv_group_ready_seconds",
+            "pe_kv_group_ready_seconds",
             "From the start of a swap-in until a layer group of the whole hit was in the KV cache.",
             ("group",),
             registry=registry,

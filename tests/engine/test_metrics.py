@@ -24,7 +24,7 @@ NAMES = frozenset(
     pe_hit_shrunk_total pe_swa_source_total pe_kv_transfer_seconds pe_kv_transfer_bytes_total
     pe_kv_transfer_failures_total pe_tickets_open pe_ticket_expired_total pe_store_lag_blocks
     pe_store_commit_seconds pe_startup_seconds pe_weight_load_bytes pe_epoch
-    kv_open_total kv_hit_tokens_total kv_requested_tokens_total kv_swapin_stall_seconds kv_group_ready_seconds
+    pe_kv_open_total pe_kv_hit_tokens_total pe_kv_requested_tokens_total kv_swapin_stall_seconds pe_kv_group_ready_seconds
     kv_replay_total kv_handoff_seconds
     """.split()  # noqa: SIM905
 )
@@ -128,12 +128,12 @@ def test_kv_counts_of_a_rank_become_families_and_are_added_once(registry: Collec
     more = totals | {"kv_group_ready_us_0": 10_000, "kv_group_ready_count_0": 3, "kv_hit_tokens": 1408}
     for counters in (totals, totals, more):
         telemetry.rank_load(structs.replace(load, counters=counters))
-    assert value("kv_open_total", {"mode": "exact"}) == 2
-    assert value("kv_hit_tokens_total") == 1408
+    assert value("pe_kv_open_total", {"mode": "exact"}) == 2
+    assert value("pe_kv_hit_tokens_total") == 1408
     assert value("kv_swapin_total", {"ending": "whole"}) == 2
     assert value("kv_swapin_stall_seconds_total", {"group": "1"}) == pytest.approx(0.0025)
-    assert value("kv_group_ready_seconds_count", {"group": "0"}) == 3
-    assert value("kv_group_ready_seconds_sum", {"group": "0"}) == pytest.approx(0.010)
+    assert value("pe_kv_group_ready_seconds_count", {"group": "0"}) == 3
+    assert value("pe_kv_group_ready_seconds_sum", {"group": "0"}) == pytest.approx(0.010)
     assert value("pe_rank_events", {"rank": "0", "name": "blocks_evicted"}) == 3
     assert value("pe_rank_events", {"rank": "0", "name": "kv_hit_tokens"}) is None
 

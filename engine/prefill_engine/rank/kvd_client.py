@@ -79,6 +79,7 @@ class KvdClient:
         self._pools: list[PoolMemory] = []
         self._unclosed: set[int] = set()
         self._filling: set[int] = set()
+        self._is_away_told = False
         self._store_ok = True
         self._down_since = time.monotonic()
         self._failure: ConfigError | None = None
@@ -199,7 +200,7 @@ class KvdClient:
                 if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     self._refuse(ConfigError(f"kvd refuses this rank: {error.details()}"))
                 elif not self._stopping.is_set():
-                    logger.info("no kvd session", extra={"error": str(error)})
+                    self._tell_away(error)
             self._set_link(None)
             self._stopping.wait(_RETRY_SECONDS)
         for pool in self._pools:
@@ -272,9 +273,18 @@ class KvdClient:
         self._pools.append(pool)
         return pool
 
+    def _tell_away(self, error: grpc.RpcError) -> None:
+        """Once per absence: the next try is a moment away."""
+        if not self._is_away_told:
+            self._is_away_told = True
+            detail = error.details() if isinstance(error, grpc.Call) else str(error)
+            logger.warning("no session with kvd; every hit is a miss until it is back", extra={"error": detail})
+
     def _set_link(self, link: Link | None) -> None:
         was_up = self._link is not None
         self._link = link
+        if link is not None:
+            self._is_away_told = False
         if link is None and was_up:
             self._down_since = time.monotonic()
         if was_up or link is not None:

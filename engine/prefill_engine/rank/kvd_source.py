@@ -391,7 +391,7 @@ def _read_answer(answer: kv_pb2.OpenResponse, request: LookUp, link: Link) -> _H
 
 
 def _mode(found: int, outlook: SnapshotOutlook) -> str:
-    """exact, pulling, replay or miss: label of kv_open_total."""
+    """exact, pulling, replay or miss: label of pe_kv_open_total."""
     if found == 0:
         return "miss"
     return {SnapshotOutlook.HELD: "exact", SnapshotOutlook.PULLING: "pulling"}.get(outlook, "replay")
