@@ -198,6 +198,14 @@ def test_a_republished_segment_with_other_keys_replaces_the_old() -> None:
     assert state.lookup_blocks("store", _LAYOUT, [key(3)]) == (BlockLocation(segment="s", record=1),)
 
 
+def test_segments_without_keys_come_and_go() -> None:
+    state = DirectoryState(_LIMITS)
+    state.publish_segments("store", [segment("s"), segment("t")])
+    state.withdraw_segments("store", ["s"])
+    state.withdraw_segments("store", ["t"])
+    assert state.counts().blocks == 0
+
+
 def test_failures_withdraw_a_location_and_shun_a_holder() -> None:
     failures = PullFailures()
     places = [SnapshotLocation(key=key(number), holder=holder("a")) for number in range(5)]

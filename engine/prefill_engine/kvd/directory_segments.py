@@ -79,7 +79,7 @@ class SegmentTable:
     def _remove(self, segment: _Segment) -> None:
         table = (segment.store_id, segment.info.layout_id)
         del self._segments[segment.store_id, segment.info.name]
-        blocks = self._blocks[table]
+        blocks = self._blocks.get(table, {})  # gone already when the last segment left has no keys
         for key in segment.info.keys:
             places = tuple(place for place in blocks.get(key, ()) if place[0] is not segment)
             if places:
@@ -87,5 +87,5 @@ class SegmentTable:
             else:
                 blocks.pop(key, None)
         if not blocks:
-            del self._blocks[table]
+            self._blocks.pop(table, None)
         self.num_blocks -= len(segment.info.keys)
