@@ -151,6 +151,35 @@ def test_full_pool_fails_the_write_not_the_request(kvd: FakeKvd) -> None:
     rank.close()
 
 
+def test_blocks_after_a_portion_that_failed_do_not_count_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody would ever store those of the hole."""
+    monkeypatch.setattr("prefill_engine.rank.kvd_writer.MAX_RECORDS", 2)
+
+    class ForgetfulKvd(FakeKvd):
+        def Commit(self, request, context):
+            answer = super().Commit(request, context)
+            if self.calls.count("Commit") == 1:
+                answer.stored_blocks, answer.failure = 1, "the write queue is full"
+            return answer
+
+    fake = ForgetfulKvd()
+    config = kvd_config(fake.socket)
+    scheduler = msgspec.structs.replace(config.scheduler, chunk_cap_tokens=1024)
+    rank = RankHarness(msgspec.structs.replace(config, scheduler=scheduler))
+    submit = make_submit(tiny_tokens(LONG, seed=8), attempt=2, store="required")
+    rank.submit(submit)
+    computed_bytes(rank, submit)
+    slots = rank.attempt(submit).block_slots[:5]
+    rank.run_until(lambda: any(isinstance(e, StoreProgress) and e.done for e in rank.events_of(submit)))
+    store = rank.event(submit, StoreProgress)
+    assert (store.committed, store.failed) == (1, 4)
+    assert rank.kv.blocks.unstored(slots) == (1, 2, 3, 4)
+    settle(rank, submit)
+    rank.assert_nothing_held()
+    rank.close()
+    fake.close()
+
+
 # --- start
 def test_rank_starts_without_kvd_and_finds_it_later() -> None:
     fake = FakeKvd()

@@ -181,6 +181,23 @@ async def test_what_the_directory_forgot_is_announced_again() -> None:
 
 
 @in_loop
+async def test_segments_nobody_could_be_told_of_are_announced_when_the_directory_is_back() -> None:
+    """The same incarnation of it: it has forgotten nothing, it never knew."""
+    async with rig_with() as rig:
+        client = await rig.joined("a")
+        assert rig.resyncs == ["a"]
+        client.is_joined = False
+        await client.publish_segments(
+            "store", [SegmentInfo(name="h/1.seg", layout_id=_LAYOUT, keys=(key(1),), num_bytes=9)]
+        )
+        await until(lambda: rig.resyncs == ["a", "a"])
+        client.is_joined = False
+        await client.publish_snapshots([snapshot(1)])
+        await until(lambda: client.counters["joins"] == 3)
+        assert rig.resyncs == ["a", "a"]
+
+
+@in_loop
 async def test_churn_leaves_exactly_what_is_held() -> None:
     async with rig_with() as rig:
         a = await rig.joined("a")

@@ -1,6 +1,7 @@
 """FuseMount with a stand-in for 3FS's client: a script that "mounts" by making a file."""
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefill_engine.kvd.fuse_mount import FuseMount
+from prefill_engine.kvd.fuse_mount import FuseMount, is_mount_point
 from prefill_plan.errors import ConfigError
 
 
@@ -76,3 +77,22 @@ def test_wrong_client_configuration_is_named(tmp_path: Path, text: str | None, m
 def test_absent_client_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hf3fs_fuse_main is not on the PATH"):
         FuseMount(tmp_path / "fuse.toml", on_remount=lambda: None)
+
+
+def test_mounts_are_known_without_a_call_into_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls into the mount of a dead client fail, into that of a hanging one they never return."""
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "36 35 98:0 / /mnt/3fs rw,noatime shared:1 - fuse.hf3fs hf3fs rw\n37 35 0:9 / /a\\040b rw - x x rw\n"
+    )
+
+    def refuse(path: object, *_arguments: object, **_options: object) -> None:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", refuse)
+        patch.setattr(os, "stat", refuse)
+        found = [is_mount_point(path, table=str(table)) for path in ("/mnt/3fs", "/mnt/3fs/", "/a b", "/mnt", "/3fs")]
+    assert found == [True, True, True, False, False]
+    assert is_mount_point("/proc")
+    assert not is_mount_point(str(tmp_path))

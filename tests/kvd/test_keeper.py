@@ -3,9 +3,9 @@
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ from prometheus_client import CollectorRegistry
 
 from prefill_engine.kv.directory import Holder
 from prefill_engine.kv.pool_memory import LeaseState, PoolGeometry, PoolMemory, SnapshotState
+from prefill_engine.kv.segments import RecordWrite, SegmentInfo
 from prefill_engine.kv.transport.contract import PullState
 from prefill_engine.kvd.commits import SlotKey
 from prefill_engine.kvd.directory_local import LocalDirectory, new_local_state
 from prefill_engine.kvd.keeper import Keeper
 from prefill_engine.kvd.kvd_metrics import KvdMetrics
+from prefill_engine.kvd.leases import Lease
+from prefill_engine.kvd.mailbox import Mailbox
 from prefill_engine.kvd.opens import OpenAnswer, OpenAsk
 from prefill_engine.kvd.slot_pool import SlotState
 from prefill_engine.kvd.store_link import StoreLink
@@ -325,6 +328,33 @@ def test_full_store_keeps_blocks_in_the_pool_and_says_why(tmp_path: Path) -> Non
         await rig.assert_nothing_leaks()
 
     run(test, tmp_path)
+
+
+def test_write_back_survives_a_store_that_breaks_its_promise(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        publish = rig.store.publish
+
+        def fail_once(records: Sequence[RecordWrite]) -> SegmentInfo:
+            rig.store.publish = publish  # type: ignore[method-assign]
+            raise RuntimeError("no such promise")
+
+        rig.store.publish = fail_once  # type: ignore[method-assign]
+        async with asyncio.timeout(20):
+            assert (await rig.save(chain("a", 4))).failure == "no such promise"
+            assert (await rig.save(chain("b", 4))).stored_blocks == 4
+        await rig.assert_nothing_leaks()
+
+    run(test, tmp_path)
+
+
+def test_message_that_fails_does_not_hold_up_those_after_it() -> None:
+    async def main() -> None:
+        mailbox, arrived = Mailbox(asyncio.get_running_loop()), asyncio.Event()
+        mailbox.post(lambda: [].pop())
+        mailbox.post(arrived.set)
+        await asyncio.wait_for(arrived.wait(), 20)
+
+    asyncio.run(main())
 
 
 def test_write_queue_drops_the_newest_beyond_its_bound(tmp_path: Path) -> None:
@@ -683,6 +713,39 @@ def test_other_model_waits_until_leases_are_closed_and_empties_the_pool(tmp_path
 
 
 SNAPSHOT_OTHER = 5000
+
+
+def test_ranks_that_bring_another_model_together_lay_the_pool_out_once(tmp_path: Path) -> None:
+    other = replace(GEOMETRY, layout_digest=bytes(32))
+
+    async def test(rig: Rig) -> None:
+        withdraw, may_go_on = rig.directory.withdraw_snapshots, asyncio.Event()
+
+        async def withdraw_slowly(keys: Sequence[bytes]) -> None:
+            await may_go_on.wait()
+            await withdraw(keys)
+
+        rig.directory.withdraw_snapshots = withdraw_slowly  # type: ignore[method-assign]
+
+        async def join(owner: int) -> Lease:
+            session, _ = await rig.keeper.connect(
+                owner_epoch=owner, engine_id="f", rank=owner, geometry=other, held_leases=()
+            )
+            rig.pool.set_echo(session.echo_index, owner)
+            rig.keeper.attach(session)
+            reservation = rig.keeper.reserve(owner, num_blocks=3, num_snapshots=0, tenant="")
+            assert reservation is not None
+            return reservation
+
+        joining = [asyncio.create_task(join(owner)) for owner in (5, 6)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        may_go_on.set()
+        first, second = await asyncio.gather(*joining)
+        assert not set(first.slots) & set(second.slots)
+        assert [rig.state().leases.find(one.lease_id) for one in (first, second)] == [first, second]
+
+    run(test, tmp_path)
 
 
 def test_echo_that_is_not_there_tells_the_shared_memory_problem(tmp_path: Path) -> None:

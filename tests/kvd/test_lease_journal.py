@@ -1,8 +1,15 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from prefill_engine.kv.pool_memory import PoolMemory
 from prefill_engine.kvd.lease_journal import JournalEntry, LeaseJournal
+from prefill_engine.kvd.pool_state import PoolState
+from prefill_engine.kvd.recovery import restore_leases
+from prefill_engine.kvd.sessions import Sessions
+from prefill_engine.kvd.slot_pool import SlotState
+from prefill_testing.kvd_fakes import GEOMETRY, Clock
 
 
 def entry(lease_id: int, *, num_slots: int = 3, row: int = 5) -> JournalEntry:
@@ -69,3 +76,21 @@ def test_file_does_not_grow_with_the_number_of_leases_ever_opened(tmp_path: Path
     assert path.stat().st_size < 2 << 20
     assert journal.entries == [entry(10**6)]
     journal.close()
+
+
+def test_reservations_that_share_a_slot_do_not_keep_kvd_from_starting(tmp_path: Path) -> None:
+    """The end of the older one was not written down, for want of room; its slot was then given away again."""
+    memory = PoolMemory.create(str(tmp_path / "pool"), pool_bytes=1 << 20, epoch=1)
+    memory.lay_out(GEOMETRY, 4 * GEOMETRY.snapshot_record_bytes)
+    journal = LeaseJournal(str(tmp_path / "leases"))
+    for lease_id in (1, 2):
+        journal.put(replace(entry(lease_id, row=-1), slots=(0, lease_id), snapshot_slots=(0,)))
+    state = PoolState(memory, journal, tenant_share=1.0, on_group_ready=lambda _group, _seconds: None)
+    sessions = Sessions(grace_seconds=1.0, is_alive=lambda _index: False, clock=Clock())
+    assert restore_leases(state, sessions) == 2
+    for lease in state.leases:
+        state.end_lease(lease)
+    assert [state.blocks.state(slot) for slot in (0, 1, 2, 3)] == [SlotState.FREE] * 3 + [SlotState.QUARANTINED]
+    assert journal.entries == []
+    journal.close()
+    memory.close()

@@ -50,7 +50,7 @@ _CHANNEL_OPTIONS = (
 
 class RemoteDirectory:
     """holder: this kvd. snapshot_keys: what it serves right now. on_resync: called after a join at a directory that has forgotten
-    everything; kvd then publishes the segments of its store again.
+    everything, or was not told of a segment; kvd then publishes the segments of its store again.
 
     counters: monotonic; calls, failed, skipped, joins, resyncs, fenced.
     """
@@ -85,6 +85,7 @@ class RemoteDirectory:
         self._is_fenced = False
         self._suspicious = asyncio.Event()
         self._has_lost_words = False
+        self._has_lost_segments = False
         self.is_joined = False
         self.counters: Counter[str] = Counter()
         self._keeper = asyncio.create_task(self._keep_joined())
@@ -109,7 +110,8 @@ class RemoteDirectory:
             for start in range(0, len(segments), MAX_KEYS // 8):
                 batch = [segment_message(one) for one in segments[start : start + MAX_KEYS // 8]]
                 request = pb.PublishSegmentRequest(store_id=store_id, segments=batch)
-                await self._tell(self._stub.PublishSegment, request)
+                if await self._tell(self._stub.PublishSegment, request) is None:
+                    self._has_lost_segments = True
 
     async def withdraw_segments(self, store_id: str, names: Sequence[str]) -> None:
         async with self._telling:
@@ -178,7 +180,8 @@ class RemoteDirectory:
             self._announced.clear()
             self.is_joined = True
         await self._announce_all()
-        if answer.directory_epoch != self._directory_epoch:
+        if self._has_lost_segments or answer.directory_epoch != self._directory_epoch:
+            self._has_lost_segments = False
             self._directory_epoch = answer.directory_epoch
             try:
                 self._on_resync()

@@ -35,7 +35,7 @@ class FuseMount:
         *,
         on_remount: Callable[[], None],
         binary: str = FUSE_BINARY,
-        is_mounted: Callable[[str], bool] = os.path.ismount,
+        is_mounted: Callable[[str], bool] | None = None,
     ) -> None:
         """Raises ConfigError: no such program, or no mount point in the configuration."""
         found = shutil.which(binary)
@@ -47,7 +47,7 @@ class FuseMount:
         self._command = [found, "--launcher_cfg", str(config)]
         self.mount = _mount_point(config)
         self._on_remount = on_remount
-        self._is_mounted = is_mounted
+        self._is_mounted = is_mounted or is_mount_point
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
 
@@ -124,6 +124,17 @@ def _limit_open_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY or hard > _MAX_OPEN_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
+
+
+def is_mount_point(path: str, *, table: str = "/proc/self/mountinfo") -> bool:
+    """By the kernel's table: os.path.ismount asks the mount itself, which says no when its client is dead (ENOTCONN) and never
+    answers when that hangs."""
+    parent, name = os.path.split(os.path.normpath(path))
+    place = os.path.join(os.path.realpath(parent), name)
+    for blank in "\\ \t\n":
+        place = place.replace(blank, f"\\{ord(blank):03o}")
+    with open(table) as lines:
+        return any(line.split(" ", 5)[4] == place for line in lines)
 
 
 def _mount_point(config: Path) -> str:

@@ -83,6 +83,7 @@ class Keeper:
         self._next_id = (memory.epoch & 0xFFFF_FFFF) << 32
         self._num_calls = 0
         self._parts: _LaidOut | None = None
+        self._laying_out = asyncio.Lock()
         self._gauges = Gauges(metrics, transport)
         self.is_draining = False
 
@@ -129,7 +130,8 @@ class Keeper:
         Raises:
             ConfigError: impossible geometry; another one while leases live; too many sessions.
         """
-        await self._lay_out(geometry)
+        async with self._laying_out:  # a second rank that brings the same new geometry finds the pool laid out
+            await self._lay_out(geometry)
         session = self.sessions.connect(owner_epoch=owner_epoch, engine_id=engine_id, rank=rank, geometry=geometry)
         state = self._laid_out.state
         adopted = []

@@ -1,10 +1,13 @@
 """Brings what I/O threads found to the event loop: one wake-up for many messages, in order."""
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+
+logger = logging.getLogger(__name__)
 
 
 class Mailbox:
@@ -29,4 +32,7 @@ class Mailbox:
         with self._lock:
             self._is_woken = False
         while self._messages:
-            self._messages.popleft()()
+            try:
+                self._messages.popleft()()
+            except Exception:  # others must not wait for the next post, which may never come
+                logger.exception("message of an I/O thread failed; the others are delivered")

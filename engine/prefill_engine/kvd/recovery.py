@@ -46,7 +46,8 @@ def restore_leases(state: PoolState, sessions: Sessions) -> int:
         for pool, slots in ((state.blocks, entry.slots), (state.snapshots, entry.snapshot_slots)):
             for slot in slots:
                 pool.pin(slot)
-                if lease.is_reservation:
+                # Two entries may name a slot: the end of the older reservation could not be written down.
+                if lease.is_reservation and pool.state(slot) is SlotState.QUARANTINED:
                     pool.recover(slot, None)
         state.leases.readopt(lease)
         sessions.restore(owner_epoch=entry.owner_epoch, echo_index=entry.echo_index)

@@ -127,9 +127,12 @@ class WriteBack:
             publish: Callable[[], SegmentInfo] = lambda: store.publish(records)  # noqa: E731
             try:
                 info = await loop.run_in_executor(self._threads, publish)
-            except (PrefillError, OSError, ValueError) as error:
+            except Exception as error:
+                # Whatever it is, the next segment must find this task alive, and the slots must come back.
+                if not isinstance(error, PrefillError | OSError | ValueError):
+                    logger.exception("publishing failed in an unexpected way")
                 self._store.note_write(False)
-                self._drop(segment, str(error))
+                self._drop(segment, str(error) or repr(error))
             else:
                 self._store.note_write(True)
                 self._metrics.publish_seconds.observe(time.monotonic() - started)

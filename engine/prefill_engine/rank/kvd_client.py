@@ -218,6 +218,8 @@ class KvdClient:
         self._session = session = stub.Session(_with_beats(requests))
         link: Link | None = None
         try:
+            if self._stopping.is_set():  # stop() may have cancelled the session before this one
+                return
             for response in session:
                 match response.WhichOneof("m"):
                     case "welcome":

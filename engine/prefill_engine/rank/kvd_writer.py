@@ -136,7 +136,11 @@ class KvdWriter:
         """Reports the job once everything of it is answered. Blocks after the first failed portion do not count."""
         if not job.is_written or job.open_commits:
             return
-        committed = sum(job.committed)
+        committed = 0
+        for stored in job.committed:
+            committed += stored
+            if stored < MAX_RECORDS:  # a portion that failed, or the last one
+                break
         done = WriteDone(
             attempt_id=job.attempt_id, committed=committed, failed=len(job.slots) - committed, slots=job.slots
         )
