@@ -1,5 +1,8 @@
 """Small parts of a rank: sampling, component ranges, exports, exit codes, store threads."""
 
+from queue import SimpleQueue
+from unittest.mock import Mock
+
 import crc32c
 import msgspec
 import pytest
@@ -7,8 +10,9 @@ import torch
 
 from prefill_engine.kv.store import StoredBlock
 from prefill_engine.messages import ReadRange, Sampling
-from prefill_engine.rank.block_source import Load, LoadDone, LookUp, LookupDone, WriteDone, WriteItem
+from prefill_engine.rank.block_source import Load, LoadDone, LookUp, LookupDone, SourceFailed, WriteDone, WriteItem
 from prefill_engine.rank.build import build_rank
+from prefill_engine.rank.engine import RankEngine
 from prefill_engine.rank.errors_at_exit import InjectedFault, describe_failure, parse_fault
 from prefill_engine.rank.read_server import Component, ReadServer
 from prefill_engine.rank.sampling import sample_token
@@ -161,3 +165,31 @@ def test_store_worker_turns_every_failure_into_a_miss_and_says_so() -> None:
     assert worker.completions.get(timeout=10) == WriteDone(attempt_id=b"a", committed=0, failed=2, slots=(4, 5))
     assert worker.is_lost
     worker.stop()
+
+
+class BrokenStore(FailingStore):
+    """A store with a bug in it."""
+
+    def count_present(self, keys: object) -> int:
+        raise KeyError("a bug")
+
+
+def test_fault_of_a_store_thread_is_told_instead_of_leaving_attempts_to_wait() -> None:
+    worker = StoreWorker(BrokenStore(), block_view=lambda _slot: memoryview(bytearray(4)), wake=lambda: None)
+    worker.look_up(LookUp(attempt_id=b"a", keys=(BlockKey(b"k" * 32),), resident_blocks=0, tenant="t"))
+    told = worker.completions.get(timeout=10)
+    assert isinstance(told, SourceFailed)
+    assert isinstance(told.error, KeyError)
+    engine = RankEngine(
+        kv=Mock(),
+        planner=Mock(),
+        pushes=Mock(collect=lambda: ()),
+        source=Mock(completions=SimpleQueue()),
+        digests=Mock(),
+        window_tokens=128,
+        num_sources=1,
+        send=lambda _message: None,
+    )
+    engine._source.completions.put(told)
+    with pytest.raises(KeyError):
+        engine.collect()

@@ -80,12 +80,14 @@ class FuseMount:
             code = await self._process.wait()
             logger.error("3FS client ended; it is started again", extra={"exit_code": code, "pause_seconds": pause})
             await asyncio.sleep(pause)
-            await self._launch()
-            if await self._await_mount(longest):
-                pause = _RESTART_SECONDS[0]
-                self._on_remount()
-            else:
-                pause = min(2 * pause, longest)
+            pause = min(2 * pause, longest)
+            try:
+                await self._launch()
+                if await self._await_mount(longest):
+                    self._on_remount()
+                    pause = _RESTART_SECONDS[0]
+            except (ConfigError, OSError) as error:
+                logger.error("3FS client can't be started; tried again", extra={"detail": str(error)})
 
     async def _launch(self) -> None:
         await self._unmount()

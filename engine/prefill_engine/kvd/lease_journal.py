@@ -93,10 +93,13 @@ class LeaseJournal:
         temp = f"{self._path}.new"
         data = b"".join(_encode(entry) for entry in self._entries.values())
         fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        if os.write(fd, data) < len(data):
+        try:
+            if os.write(fd, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temp)
+            os.rename(temp, self._path)
+        except OSError:
             os.close(fd)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temp)
-        os.rename(temp, self._path)
+            raise
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._num_bytes = fd, len(data)

@@ -17,7 +17,6 @@ from prefill_engine.kv.directory import Directory
 from prefill_engine.kv.pool_memory import PoolGeometry
 from prefill_engine.kv.segments import SegmentInfo, SegmentStore
 from prefill_engine.kvd.breaker import Breaker
-from prefill_plan.errors import PrefillError, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +132,8 @@ class StoreLink:
         while self._store is None:
             try:
                 self._store = await self._in_thread(lambda: opener(geometry))
-            except (PrefillError, OSError) as error:
-                text = str(error)
+            except Exception as error:
+                text = str(error) or repr(error)
                 if text != self.last_error:
                     logger.warning("store can't be opened; serving the pool alone", extra={"detail": text})
                 self.last_error = text
@@ -170,8 +169,8 @@ class StoreLink:
 
         try:
             num_bytes = await self._in_thread(lambda: store.collect(withdraw=withdraw, announce=announce))
-        except (StoreUnavailable, OSError, TimeoutError) as error:
-            logger.warning("garbage collection of the store failed; tried again", extra={"detail": str(error)})
+        except Exception:
+            logger.exception("garbage collection of the store failed; tried again")
         else:
             if num_bytes:
                 logger.info("segments deleted", extra={"bytes": num_bytes})

@@ -6,7 +6,7 @@ miss, never an exception; slots named in a call stay referenced until its answer
 """
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -115,7 +115,26 @@ class SnapshotsKept:
     positions: tuple[int, ...]
 
 
-Completion = LookupDone | SnapshotDone | GroupLoaded | LoadDone | WriteDone | SnapshotsKept
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceFailed:
+    """A thread of the source ended by a fault of ours: what it owes to attempts will not come, so the rank must end."""
+
+    error: Exception
+
+
+Completion = LookupDone | SnapshotDone | GroupLoaded | LoadDone | WriteDone | SnapshotsKept | SourceFailed
+
+
+def guarded(run: Callable[[], None], post: Callable[[Completion], None]) -> Callable[[], None]:
+    """`run` for a thread: an exception that would end it unseen is posted instead."""
+
+    def work() -> None:
+        try:
+            run()
+        except Exception as error:
+            post(SourceFailed(error=error))
+
+    return work
 
 
 class StepGate(Protocol):

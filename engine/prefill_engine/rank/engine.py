@@ -34,6 +34,7 @@ from prefill_engine.rank.block_source import (
     SnapshotDone,
     SnapshotOutlook,
     SnapshotsKept,
+    SourceFailed,
     WriteDone,
 )
 from prefill_engine.rank.kv_keeper import KvKeeper
@@ -146,6 +147,8 @@ class RankEngine:
 
     # --- finished I/O
     def _complete(self, completion: Completion) -> None:
+        if isinstance(completion, SourceFailed):
+            raise completion.error
         attempt = self.attempts.get(completion.attempt_id)
         if attempt is None:
             return  # a snapshot that came too late

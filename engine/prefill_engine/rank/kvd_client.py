@@ -201,6 +201,8 @@ class KvdClient:
                     self._refuse(ConfigError(f"kvd refuses this rank: {error.details()}"))
                 elif not self._stopping.is_set():
                     self._tell_away(error)
+            except Exception:
+                logger.exception("the kvd session failed; tried again")
             self._set_link(None)
             self._stopping.wait(_RETRY_SECONDS)
         for pool in self._pools:

@@ -26,6 +26,7 @@ from prefill_engine.rank.block_source import (
     SnapshotOutlook,
     StepGate,
     WriteItem,
+    guarded,
 )
 from prefill_engine.rank.cuda_swap_in import CudaGates
 from prefill_engine.rank.kvd_client import KvdClient, Link
@@ -139,7 +140,7 @@ class KvdSource:
             post=self._post,
         )
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kvd-link", daemon=True)
+        self._thread = threading.Thread(target=guarded(self._run, self._post), name="kvd-link", daemon=True)
 
     def start(self) -> None:
         """Connects.

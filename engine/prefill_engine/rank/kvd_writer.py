@@ -16,7 +16,7 @@ from prefill_engine.kv.pool_memory import SNAPSHOT_HEADER_BYTES, PoolMemory
 from prefill_engine.kv.record import RecordCodec
 from prefill_engine.kv.segments import MAX_RECORDS
 from prefill_engine.kv.snapshot_record import SnapshotCodec
-from prefill_engine.rank.block_source import Completion, SnapshotsKept, WriteDone, WriteItem
+from prefill_engine.rank.block_source import Completion, SnapshotsKept, WriteDone, WriteItem, guarded
 from prefill_engine.rank.kvd_client import KvdClient, Link
 from prefill_engine.rpc import kv_pb2
 from prefill_engine.swa_pool import SwaSnapshot
@@ -55,7 +55,7 @@ class KvdWriter:
         self._post = post
         self._open_commits = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="kv-write", daemon=True)
+        self._thread = threading.Thread(target=guarded(self._run, self._post), name="kv-write", daemon=True)
         self._thread.start()
 
     def write(self, attempt_id: bytes, items: Sequence[WriteItem], *, tenant: str) -> None:

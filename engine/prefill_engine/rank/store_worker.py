@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from prefill_engine.kv.store import BlockStore
 from prefill_engine.rank.block_source import (
@@ -21,6 +22,7 @@ from prefill_engine.rank.block_source import (
     StepGate,
     WriteDone,
     WriteItem,
+    guarded,
 )
 from prefill_engine.swa_pool import SwaSnapshot
 from prefill_plan.block_keys import BlockKey
@@ -51,7 +53,7 @@ class StoreWorker:
         self._reads: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, args=(jobs,), name=name, daemon=True)
+            threading.Thread(target=guarded(partial(self._run, jobs), self._post), name=name, daemon=True)
             for name, jobs in (("store-read", self._reads), ("store-write", self._writes))
         ]
         for thread in self._threads:
@@ -118,8 +120,11 @@ class StoreWorker:
 
     def _run(self, jobs: "queue.SimpleQueue[_Job | None]") -> None:
         while (job := jobs.get()) is not None:
-            self.completions.put(job())
-            self._wake()
+            self._post(job())
+
+    def _post(self, completion: Completion) -> None:
+        self.completions.put(completion)
+        self._wake()
 
     def _count_present(self, keys: Sequence[BlockKey]) -> int:
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from prefill_engine.kv.pool_memory import SNAPSHOT_HEADER_BYTES, LeaseState, SnapshotState
 from prefill_engine.kv.snapshot_record import SnapshotCodec
 from prefill_engine.rank.block_copy import GroupCopier, matching_headers
-from prefill_engine.rank.block_source import Completion, GroupLoaded, LoadDone, SnapshotDone
+from prefill_engine.rank.block_source import Completion, GroupLoaded, LoadDone, SnapshotDone, guarded
 from prefill_engine.rank.kvd_client import Link
 from prefill_engine.rank.swap_counters import SwapCounters
 from prefill_engine.rank.swap_plan import Copy, Ending, find_ending, next_copy, whole_groups
@@ -115,7 +115,7 @@ class SwapIn:
         self._is_up = is_up
         self._loads: dict[bytes, _LoadState] = {}
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kv-copy", daemon=True)
+        self._thread = threading.Thread(target=guarded(self._run, self._post), name="kv-copy", daemon=True)
         self._thread.start()
 
     def start(self, job: SwapJob, shared: LoadProgress) -> None:
