@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from prefill_engine.kvd.build import StoreMaker
 from prefill_engine.kvd.fuse_mount import FuseMount, is_mount_point
 from prefill_plan.errors import ConfigError
+from prefill_plan.kvd_config import KvdStoreConfig, KvdStoreKind
+from prefill_testing.kvd_fakes import GEOMETRY
 
 
 def write_client(tmp_path: Path, script: str) -> Path:
@@ -96,3 +99,16 @@ def test_mounts_are_known_without_a_call_into_them(tmp_path: Path, monkeypatch: 
     assert found == [True, True, True, False, False]
     assert is_mount_point("/proc")
     assert not is_mount_point(str(tmp_path))
+
+
+def test_store_is_not_opened_below_a_mount_that_does_not_stand(tmp_path: Path) -> None:
+    config = KvdStoreConfig(kind=KvdStoreKind.FILE, path=str(tmp_path / "3fs" / "kv"))
+    maker = StoreMaker(config, awaits_mount=True)
+    with pytest.raises(ConfigError, match="not mounted at its place"):
+        maker.check()
+    maker.mount = str(tmp_path / "3fs")
+    with pytest.raises(ConfigError, match="not mounted at"):
+        maker.open(GEOMETRY)
+    assert not (tmp_path / "3fs").exists()
+    maker.mount = "/proc"
+    maker.check()

@@ -17,6 +17,7 @@ from prefill_engine.kv.transport.choose import build_transport
 from prefill_engine.kv.usrbio import UsrbioClient, open_usrbio_store
 from prefill_engine.kvd.directory_client import RemoteDirectory
 from prefill_engine.kvd.directory_local import LocalDirectory, new_local_state
+from prefill_engine.kvd.fuse_mount import is_mount_point
 from prefill_plan.errors import ConfigError
 from prefill_plan.kvd_config import KvdConfig, KvdStoreConfig, KvdStoreKind
 
@@ -26,9 +27,12 @@ __all__ = ["StoreMaker", "build_directory", "build_transport"]
 class StoreMaker:
     """Opens the configured store, for one geometry at a time. Owner of the USRBIO client, of which a process has one."""
 
-    def __init__(self, config: KvdStoreConfig) -> None:
-        """Raises ConfigError if the configuration names no place."""
+    def __init__(self, config: KvdStoreConfig, *, awaits_mount: bool = False) -> None:
+        """awaits_mount: the store lies on a mount of kvd's own, `mount` once that is known. Before it stands nothing is opened:
+        what is below is this node's disk. Raises ConfigError if the configuration names no place."""
+        self.mount: str | None = None
         self._config = config
+        self._awaits_mount = awaits_mount
         self._client: UsrbioClient | None = None
         if config.kind is not KvdStoreKind.MEMORY and not config.path:
             raise ConfigError(f"store.path is empty; store.kind={config.kind} needs a directory")
@@ -39,6 +43,7 @@ class StoreMaker:
 
     def open(self, geometry: PoolGeometry) -> SegmentStore:
         """Blocks. Raises ConfigError."""
+        self._check_mount()
         root = Path(self._config.path)
         if self._config.kind is KvdStoreKind.USRBIO:
             if self._client is None:
@@ -48,6 +53,7 @@ class StoreMaker:
 
     def check(self) -> None:
         """What can be said of the medium before a rank has told the geometry. Blocks. Raises ConfigError."""
+        self._check_mount()
         path = self._config.path
         probe = f"{path}/.kvd-probe-{os.getpid()}"
         try:
@@ -63,6 +69,10 @@ class StoreMaker:
             ) from error
         if self._config.kind is KvdStoreKind.USRBIO and self._client is None:
             self._client = UsrbioClient(self._config)
+
+    def _check_mount(self) -> None:
+        if self._awaits_mount and (self.mount is None or not is_mount_point(self.mount)):
+            raise ConfigError(f"store.path {self._config.path}: 3FS is not mounted at {self.mount or 'its place'} yet")
 
     def forget_mount(self) -> None:
         """3FS was mounted anew: rings of the old mount are dead."""

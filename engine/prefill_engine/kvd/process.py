@@ -73,7 +73,7 @@ class _Process:
         self._registry = CollectorRegistry()
         self._metrics = KvdMetrics(self._registry)
         self._epoch = time.time_ns() // 1_000_000
-        self._maker = StoreMaker(config.store)
+        self._maker = StoreMaker(config.store, awaits_mount=bool(config.fuse_config))
         self._store: StoreLink | None = None
         self._fuse: FuseMount | None = None
         # Not the loop's own threads: its end waits for those, and a dead mount may hold one for ever.
@@ -197,6 +197,7 @@ class _Process:
         deadline = time.monotonic() + config.startup_timeout_seconds
         if config.fuse_config:
             self._fuse = FuseMount(Path(config.fuse_config), on_remount=self._remounted)
+            self._maker.mount = self._fuse.mount
             await self._fuse.start(seconds=config.startup_timeout_seconds)
         if not self._maker.is_configured:
             return
