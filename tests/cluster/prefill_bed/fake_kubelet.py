@@ -191,7 +191,8 @@ class FakeKubelets:
         await self._call("POST", "/api/v1/nodes", {"metadata": {"name": node, "labels": labels}, "status": status})
 
     async def _beat(self, node: str) -> None:
-        """The node's Lease, and after a silence its Ready condition: the controllers have called it unknown meanwhile."""
+        """The node's Lease, and after a silence its Ready condition: the controllers have called it unknown meanwhile. A renewal
+        that came late is a silence, too, so the condition is looked at as well."""
         leases, silent = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases", True
         while True:
             if node in self._control.dead:
@@ -202,8 +203,17 @@ class FakeKubelets:
                     await self._call("POST", leases, lease, is_beat=True)
                 renewal = {"spec": {"holderIdentity": node, "renewTime": micro_stamp()}}
                 renewed = await self._call("PATCH", f"{leases}/{node}", renewal, MERGE, is_beat=True) == 200
-                silent = not renewed or (silent and not await self._say_ready(node))
+                silent = not renewed or ((silent or not await self._is_ready(node)) and not await self._say_ready(node))
             await asyncio.sleep(0.5 if silent else self._args.heartbeat)
+
+    async def _is_ready(self, node: str) -> bool:
+        """Also True when nobody knows."""
+        try:
+            async with self._beats.get(f"{self._server}/api/v1/nodes/{node}") as answer:
+                found = (await answer.json()).get("status", {}).get("conditions", [])
+        except (aiohttp.ClientError, TimeoutError):
+            return True
+        return all(condition["status"] == "True" for condition in found if condition["type"] == "Ready")
 
     async def _say_ready(self, node: str) -> bool:
         condition = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": "fake"}
