@@ -94,10 +94,14 @@ class EntryBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryRange:
-    """Entries a row may see, [N] int32 each: gathered entries first .. first + num_visible (model.md 2.6)."""
+    """Entries a row may see, [N] int32 each: gathered entries first .. first + num_visible (model.md 2.6).
+
+    max_visible: the largest num_visible, known to the host.
+    """
 
     first: Tensor
     num_visible: Tensor
+    max_visible: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +280,7 @@ class _Builder:
         return EntryRange(
             first=self._ints(np.full_like(p, first) for p, first in zip(positions, firsts, strict=True)),
             num_visible=self._ints((p + 1) // ratio for p in positions),
+            max_visible=max((int(p[-1]) + 1) // ratio for p in positions),
         )
 
     def _history_ids(self, chunks: Sequence[ChunkPlan], rows: Mapping[bytes, AttemptRows]) -> Tensor:

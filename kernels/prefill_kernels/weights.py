@@ -62,3 +62,12 @@ class EngramTable:
 
     data: Tensor
     scale: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MhcWeights:
+    """Hyper-connection of one sub-layer, fp32: fn [2S + S*S, S*D], base [2S + S*S], scale [3]."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor

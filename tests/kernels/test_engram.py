@@ -77,7 +77,7 @@ def test_lookup_concatenates_dequantised_rows(numerics: Numerics) -> None:
     scales = torch.randint(118, 130, (40, 2), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
     table = EngramTable(data=codes.view(torch.float8_e4m3fn), scale=scales)
     rows = torch.tensor([[3, 39, 0], [7, 7, 12]])
-    out = engram_lookup(table, rows, numerics=numerics)
+    out = engram_lookup(table, rows, numerics=numerics).plain
     assert out.dtype == numerics.activation
     values = codes.view(torch.float8_e4m3fn).double() * torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
     assert_bitwise(out.double(), torch.stack([torch.cat([values[r] for r in row]) for row in rows.tolist()]))
@@ -85,13 +85,13 @@ def test_lookup_concatenates_dequantised_rows(numerics: Numerics) -> None:
 
 def test_dense_table_is_gathered() -> None:
     table = EngramTable(data=random_tensor(3, 9, 5, dtype=torch.bfloat16), scale=None)
-    out = engram_lookup(table, torch.tensor([[8, 0]]), numerics=FLOAT32)
+    out = engram_lookup(table, torch.tensor([[8, 0]]), numerics=FLOAT32).plain
     assert_bitwise(out, torch.cat([table.data[8], table.data[0]]).float().unsqueeze(0))
 
 
 def test_lookup_of_no_rows_is_empty() -> None:
     table = EngramTable(data=torch.ones(4, 8, dtype=torch.bfloat16), scale=None)
-    assert engram_lookup(table, torch.empty(0, 3, dtype=torch.int64), numerics=PRODUCTION).shape == (0, 24)
+    assert engram_lookup(table, torch.empty(0, 3, dtype=torch.int64), numerics=PRODUCTION).plain.shape == (0, 24)
 
 
 @pytest.mark.parametrize("numerics", [*ALL_NUMERICS.values(), CHECKED_QUANT], ids=[*ALL_NUMERICS, "checked"])

@@ -12,7 +12,7 @@ from prefill_kernels.number_formats import (
     quantise_weight_fp8,
 )
 from prefill_kernels.numerics import PRODUCTION, Numerics
-from prefill_kernels.ops import Routing
+from prefill_kernels.ops import Routing, Rows
 from prefill_kernels.ref import combine_experts, routed_experts, shared_expert
 from prefill_kernels.weights import DenseWeight, ExpertWeights
 from prefill_testing.numeric import (
@@ -34,7 +34,7 @@ LIMIT = 1.5  # low enough that random values are clamped
 @pytest.mark.parametrize("num_rows", [0, 1, 23])
 def test_routed_experts_match_a_loop(numerics: Numerics, stored: str, num_rows: int) -> None:
     x, routing, experts = _inputs(num_rows, numerics, stored)
-    out = routed_experts(x, routing, experts, first_expert=0, swiglu_limit=LIMIT, numerics=numerics)
+    out = routed_experts(Rows(plain=x), routing, experts, first_expert=0, swiglu_limit=LIMIT, numerics=numerics)
     assert out.dtype == numerics.activation
     expected = torch.zeros(num_rows, 2, HIDDEN, dtype=torch.float64)
     for n in range(num_rows):
@@ -48,11 +48,11 @@ def test_routed_experts_match_a_loop(numerics: Numerics, stored: str, num_rows: 
 
 def test_other_ranks_experts_leave_zero_slots() -> None:
     x, routing, experts = _inputs(23, BFLOAT16, "fp4")
-    whole = routed_experts(x, routing, experts, first_expert=0, swiglu_limit=LIMIT, numerics=BFLOAT16)
+    whole = routed_experts(Rows(plain=x), routing, experts, first_expert=0, swiglu_limit=LIMIT, numerics=BFLOAT16)
     local = ExpertWeights(
         **{name: type(w)(data=w.data[2:4], scale=w.scale[2:4]) for name, w in _named(experts).items()}
     )
-    part = routed_experts(x, routing, local, first_expert=2, swiglu_limit=LIMIT, numerics=BFLOAT16)
+    part = routed_experts(Rows(plain=x), routing, local, first_expert=2, swiglu_limit=LIMIT, numerics=BFLOAT16)
     is_local = (routing.expert_ids >= 2) & (routing.expert_ids < 4)
     assert is_local.any()
     assert_bitwise(part[is_local], whole[is_local])
@@ -63,7 +63,7 @@ def test_other_ranks_experts_leave_zero_slots() -> None:
 def test_shared_expert_has_no_routing_weight(numerics: Numerics) -> None:
     x, _, experts = _inputs(9, numerics, "dense")
     one = ExpertWeights(**{name: quantise_weight_fp8(w.data[1]) for name, w in _named(experts).items()})
-    out = shared_expert(x, one, swiglu_limit=LIMIT, numerics=numerics)
+    out = shared_expert(Rows(plain=x), one, swiglu_limit=LIMIT, numerics=numerics)
     expected = torch.stack([_slow_expert(row, one, None, 1.0, numerics) for row in x])
     assert_close(out, expected, dtype=numerics.activation, factor=3 if numerics is PRODUCTION else 1)
 
@@ -73,16 +73,16 @@ def test_gate_is_clamped_from_above_only_and_up_on_both_sides() -> None:
     expert = ExpertWeights(w1=DenseWeight(data=-eye), w3=DenseWeight(data=eye), w2=DenseWeight(data=eye))
     x = torch.full((1, 32), 20.0, dtype=torch.float64)
     silu_of_minus_20 = -20 / (1 + torch.exp(torch.tensor(20.0, dtype=torch.float64)))
-    out = shared_expert(x, expert, swiglu_limit=10.0, numerics=FLOAT64)
+    out = shared_expert(Rows(plain=x), expert, swiglu_limit=10.0, numerics=FLOAT64)
     assert_close(out, (silu_of_minus_20 * 10).expand(1, 32), dtype=torch.float64)
-    out = shared_expert(-x, expert, swiglu_limit=10.0, numerics=FLOAT64)
+    out = shared_expert(Rows(plain=-x), expert, swiglu_limit=10.0, numerics=FLOAT64)
     silu_of_10 = 10 / (1 + torch.exp(torch.tensor(-10.0, dtype=torch.float64)))
     assert_close(out, (silu_of_10 * -10).expand(1, 32), dtype=torch.float64)
 
 
 def test_hidden_is_rounded_after_the_routing_weight() -> None:
     x, routing, experts = _inputs(200, BFLOAT16, "dense")
-    out = routed_experts(x, routing, experts, first_expert=0, swiglu_limit=LIMIT, numerics=BFLOAT16)
+    out = routed_experts(Rows(plain=x), routing, experts, first_expert=0, swiglu_limit=LIMIT, numerics=BFLOAT16)
     expected = torch.stack(
         [
             torch.stack(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prefill_kernels.numerics import PRODUCTION, Numerics
-from prefill_kernels.ops import IndexSelection
+from prefill_kernels.ops import IndexRows, IndexSelection
 from prefill_kernels.ref import index_select
 from prefill_testing.numeric import (
     ALL_NUMERICS,
@@ -41,7 +41,9 @@ def test_several_sequences_never_see_each_other() -> None:
     lengths, counts = [300, 1, 399], [18, 3, 19]
     starts = torch.tensor([0, 300, 301]).repeat_interleave(torch.tensor(counts)).int()
     num_visible = torch.tensor([*range(270, 288), 0, 1, 1, *range(381, 400)]).int()
-    out = index_select(query, weight, keys, starts, num_visible, topk=5, numerics=FLOAT32)
+    query_rows, key_rows = IndexRows(data=query), IndexRows(data=keys)
+    out = index_select(query_rows, weight, key_rows, starts, num_visible, topk=5, max_visible=399, numerics=FLOAT32)
+    assert torch.equal(out.rows, torch.where(out.entries < 0, -1, out.entries + starts[:, None]))
     scores = _slow_scores(query, weight, keys)
     assert sum(lengths) == 700
     for n in range(40):
@@ -144,7 +146,10 @@ def test_selection_is_the_same_in_any_batch_and_chunking(data: st.DataObject, nu
     count = last - first
     starts = torch.tensor([0] * before + [keys_before] * count + [keys_before + shown] * after).int()
     visible = torch.cat([torch.full((before,), keys_before), num_visible[first:last], torch.full((after,), 9)]).int()
-    out = index_select(batch_query, batch_weight, batch_keys, starts, visible, numerics=numerics, **options)
+    query_rows, key_rows = IndexRows(data=batch_query), IndexRows(data=batch_keys)
+    out = index_select(
+        query_rows, batch_weight, key_rows, starts, visible, max_visible=num_entries, numerics=numerics, **options
+    )
     assert whole.candidates is not None
     assert out.candidates is not None
     assert_bitwise(out.entries[before : before + count], whole.entries[first:last])
@@ -172,12 +177,13 @@ def _select(
     num_candidate_blocks: int = 0,
 ) -> IndexSelection:
     return index_select(
-        query,
+        IndexRows(data=query),
         weight,
-        keys,
+        IndexRows(data=keys),
         torch.zeros_like(num_visible),
         num_visible,
         topk=topk,
+        max_visible=int(num_visible.max()) if len(num_visible) else 0,
         numerics=numerics,
         candidates_NB=candidates_NB,
         candidate_block=candidate_block,

@@ -11,6 +11,7 @@ from prefill_kernels.number_formats import (
     quantise_weight_fp8,
 )
 from prefill_kernels.numerics import PRODUCTION, Numerics
+from prefill_kernels.ops import Rows
 from prefill_kernels.ref import grouped_linear, linear, lm_head
 from prefill_kernels.ref.tiled_matmul import tiled_matmul
 from prefill_kernels.weights import DenseWeight, Weight
@@ -56,10 +57,10 @@ def test_linear_is_the_product_of_dequantised_operands(
     if numerics.quantise_activations and stored != "dense":
         seen = dequantise_fp8_ue8m0(*quantise_fp8_ue8m0(x)).double()
     expected = torch.einsum("nk,ok->no", seen, dequantise_weight(weight, torch.float64))
-    out = linear(x, weight, numerics=numerics)
+    out = linear(Rows(plain=x), weight, numerics=numerics)
     assert out.dtype == numerics.activation
     assert_close(out, expected, dtype=numerics.activation)
-    wide = linear(x, weight, numerics=numerics, wide_output=True)
+    wide = linear(Rows(plain=x), weight, numerics=numerics, wide_output=True)
     assert wide.dtype == numerics.wide
     assert_close(wide, expected, dtype=numerics.wide)
 
@@ -67,13 +68,19 @@ def test_linear_is_the_product_of_dequantised_operands(
 def test_dense_input_is_never_quantised() -> None:
     x, w = random_tensor(7, 8, 64, dtype=torch.bfloat16), random_tensor(8, 20, 64, dtype=torch.bfloat16)
     assert_bitwise(
-        linear(x, DenseWeight(data=w), numerics=PRODUCTION), linear(x, DenseWeight(data=w), numerics=BFLOAT16)
+        linear(Rows(plain=x), DenseWeight(data=w), numerics=PRODUCTION),
+        linear(Rows(plain=x), DenseWeight(data=w), numerics=BFLOAT16),
     )
 
 
 def test_quantised_product_differs_from_the_plain_one() -> None:
     x, weight = random_tensor(9, 8, 64, dtype=torch.float64), quantise_weight_fp8(random_tensor(10, 20, 64))
-    assert fraction_equal(linear(x, weight, numerics=CHECKED_QUANT), linear(x, weight, numerics=FLOAT64)) < 0.1
+    assert (
+        fraction_equal(
+            linear(Rows(plain=x), weight, numerics=CHECKED_QUANT), linear(Rows(plain=x), weight, numerics=FLOAT64)
+        )
+        < 0.1
+    )
 
 
 @pytest.mark.parametrize("stored", ["dense", "fp8"])
@@ -83,7 +90,7 @@ def test_grouped_linear_is_block_diagonal_and_unquantised(numerics: Numerics, st
     weight = _store(random_tensor(12, 3 * 32, 64, dtype=torch.bfloat16), stored)
     matrix = dequantise_weight(weight, torch.float64).numpy()
     expected = np.concatenate([x[:, g].double().numpy() @ matrix[32 * g : 32 * (g + 1)].T for g in range(3)], axis=1)
-    out = grouped_linear(x, weight, numerics=numerics)
+    out = grouped_linear(x, weight, numerics=numerics).plain
     assert out.dtype == numerics.activation
     assert_close(out, torch.from_numpy(expected), dtype=numerics.activation)
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from prefill_kernels.ref import mhc_collapse, mhc_expand, mhc_mean, mhc_mixes
+from prefill_kernels.numerics import PRODUCTION
+from prefill_kernels.ops import MhcOutput
+from prefill_kernels.ref import mhc_expand, mhc_input, mhc_mean, mhc_turn, rms_norm
+from prefill_kernels.ref.mhc import mhc_collapse, mhc_mixes
+from prefill_kernels.weights import MhcWeights
 from prefill_testing.numeric import assert_bitwise, assert_close, random_tensor
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -16,7 +20,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("num_streams", [4, 3])
 def test_mixes_match_a_loop(dtype: torch.dtype, num_streams: int) -> None:
     streams, fn, base, scale = _inputs(num_streams, 5, 24, dtype)
-    mixes = mhc_mixes(streams, fn, base, scale, num_iters=20, hc_eps=1e-6, rms_eps=1e-20)
+    mixes = mhc_mixes(streams, MhcWeights(fn=fn, base=base, scale=scale), num_iters=20, hc_eps=1e-6, rms_eps=1e-20)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for n in range(5):
         pre, post, comb = _slow_mixes(streams[n], fn, base, scale)
@@ -27,14 +31,14 @@ def test_mixes_match_a_loop(dtype: torch.dtype, num_streams: int) -> None:
 
 def test_comb_is_doubly_stochastic_and_oriented_in_by_out() -> None:
     streams, fn, base, scale = _inputs(4, 30, 16, torch.float64)
-    comb = mhc_mixes(streams, fn, base, scale, num_iters=20, hc_eps=1e-6, rms_eps=1e-20).comb
+    comb = mhc_mixes(streams, MhcWeights(fn=fn, base=base, scale=scale), num_iters=20, hc_eps=1e-6, rms_eps=1e-20).comb
     assert (comb.sum(1) - 1).abs().max() < 1e-5  # over in: normalised last
     assert 0 < (comb.sum(2) - 1).abs().max() < 0.1
 
 
 def test_number_of_iterations_counts_the_softmax_round() -> None:
     streams, fn, base, scale = _inputs(4, 3, 16, torch.float64)
-    first = mhc_mixes(streams, fn, base, scale, num_iters=1, hc_eps=1e-6, rms_eps=1e-20).comb
+    first = mhc_mixes(streams, MhcWeights(fn=fn, base=base, scale=scale), num_iters=1, hc_eps=1e-6, rms_eps=1e-20).comb
     expected = torch.stack([_slow_mixes(row, fn, base, scale, num_iters=1)[2] for row in streams])
     assert_close(first, expected, dtype=torch.float64)
 
@@ -65,7 +69,7 @@ def test_expand_routes_in_streams_to_out_streams(dtype: torch.dtype) -> None:
         for i in range(4):
             expected[:, o] += comb[:, i, o, None].double() * streams[:, i].double()
     before = streams.clone()
-    out = mhc_expand(y, streams, post, comb)
+    out = mhc_expand(MhcOutput(y=y, post=post, comb=comb), streams)
     assert out.dtype == dtype
     assert_close(out, expected, dtype=dtype)
     assert_bitwise(streams, before)
@@ -81,10 +85,44 @@ def test_mean_is_over_streams(dtype: torch.dtype) -> None:
 
 def test_no_rows_give_no_rows() -> None:
     streams, fn, base, scale = _inputs(4, 0, 16, torch.bfloat16)
-    mixes = mhc_mixes(streams, fn, base, scale, num_iters=20, hc_eps=1e-6, rms_eps=1e-20)
+    mixes = mhc_mixes(streams, MhcWeights(fn=fn, base=base, scale=scale), num_iters=20, hc_eps=1e-6, rms_eps=1e-20)
     assert mixes.comb.shape == (0, 4, 4)
     assert mhc_collapse(streams, mixes.pre).shape == (0, 16)
-    assert mhc_expand(streams[:, 0], streams, mixes.post, mixes.comb).shape == (0, 4, 16)
+    assert mhc_expand(MhcOutput(y=streams[:, 0], post=mixes.post, comb=mixes.comb), streams).shape == (0, 4, 16)
+
+
+def test_turn_is_expand_collapse_norm_and_mixes_of_the_new_streams() -> None:
+    streams, fn, base, scale = _inputs(4, 6, 32, torch.bfloat16)
+    weights = MhcWeights(fn=fn, base=base, scale=scale)
+    pre, norm_weight = random_tensor(5, 6, 4), random_tensor(6, 32)
+    output = MhcOutput(
+        y=random_tensor(7, 6, 32, dtype=torch.bfloat16), post=random_tensor(8, 6, 4), comb=random_tensor(9, 6, 4, 4)
+    )
+    turn = mhc_turn(
+        streams,
+        pre,
+        norm_weight,
+        output=output,
+        weights=weights,
+        num_iters=20,
+        hc_eps=1e-6,
+        rms_eps=1e-20,
+        numerics=PRODUCTION,
+    )
+    new = mhc_expand(output, streams)
+    assert_bitwise(turn.streams, new)
+    assert_bitwise(turn.rows.plain, rms_norm(mhc_collapse(new, pre), norm_weight, eps=1e-20))
+    expected = mhc_mixes(new, weights, num_iters=20, hc_eps=1e-6, rms_eps=1e-20)
+    for actual, want in (
+        (turn.mixes.pre, expected.pre),
+        (turn.mixes.post, expected.post),
+        (turn.mixes.comb, expected.comb),
+    ):
+        assert_bitwise(actual, want)
+    alone = mhc_input(streams, pre, norm_weight, output=output, rms_eps=1e-20, numerics=PRODUCTION)
+    assert_bitwise(alone.plain, turn.rows.plain)
+    same = mhc_input(new, pre, norm_weight, output=None, rms_eps=1e-20, numerics=PRODUCTION)
+    assert_bitwise(same.plain, turn.rows.plain)
 
 
 def _inputs(num_streams: int, num_rows: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from prefill_kernels.numerics import Numerics
-from prefill_kernels.ref import pool_pairs
+from prefill_kernels.ref import pool_pairs, rms_norm
+from prefill_kernels.ref.pool_pairs import pool_latents
 from prefill_testing.numeric import (
     ALL_NUMERICS,
     BFLOAT16,
@@ -40,6 +41,16 @@ def test_pooled_value_is_rounded_at_the_end_only() -> None:
     rounded_first = _slow_pool(latent.bfloat16(), score.bfloat16()).bfloat16()
     assert fraction_equal(out, _slow_pool(latent, score).bfloat16()) > 0.999
     assert fraction_equal(out, rounded_first) < 0.9
+
+
+def test_pooled_latents_are_normed_after_their_rounding() -> None:
+    latent, score = _projections(9, BFLOAT16)
+    weight = random_tensor(7, NUM_CHANNELS, dtype=torch.bfloat16)
+    batch = (torch.tensor([0], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), torch.tensor([0, 9]).int())
+    state = _state(1, BFLOAT16)
+    out = pool_pairs(latent, score, weight, state, *batch, num_groups=4, eps=1e-20, numerics=BFLOAT16)
+    pooled = _pool(latent, score, _state(1, BFLOAT16), [0], [0], [9], BFLOAT16)
+    assert_bitwise(out, rms_norm(pooled, weight, eps=1e-20))
 
 
 def test_scores_far_apart_do_not_overflow() -> None:
@@ -129,7 +140,8 @@ def _pool(
 ) -> Tensor:
     cu_rows = torch.tensor([0, *counts]).cumsum(0).int()
     slot_tensor, start_tensor = torch.tensor(slots, dtype=torch.int32), torch.tensor(starts, dtype=torch.int32)
-    return pool_pairs(latent, score, state, slot_tensor, start_tensor, cu_rows, numerics=numerics)
+    pooled = pool_latents(latent, score, state, slot_tensor, start_tensor, cu_rows)
+    return pooled.to(numerics.activation)
 
 
 def _slow_pool(latent: Tensor, score: Tensor) -> Tensor:

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from prefill_kernels import number_formats as quantise
-from prefill_kernels import ref
 from prefill_kernels.numerics import PRODUCTION, Numerics
+from prefill_kernels.ref import records as ref
 from prefill_testing.numeric import BFLOAT16, CHECKED_QUANT, FLOAT32, assert_bitwise, fraction_equal, random_tensor
 
 QUANTISED = [PRODUCTION, CHECKED_QUANT]

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from prefill_kernels.ref import rope
+from prefill_kernels.ref.rope import rope
 from prefill_kernels.rope_tables import rope_frequencies
 from prefill_testing.numeric import assert_bitwise, assert_close, fraction_equal, random_tensor
 

@@ -17,8 +17,10 @@ from torch import Tensor
 from prefill_kernels import ref
 from prefill_kernels.number_formats import quantise_weight_fp4, quantise_weight_fp8
 from prefill_kernels.numerics import PRODUCTION, Numerics
-from prefill_kernels.ops import Routing
-from prefill_kernels.weights import DenseWeight, EngramTable, ExpertWeights, Weight
+from prefill_kernels.ops import MhcOutput, Routing, Rows
+from prefill_kernels.ref import mhc, records
+from prefill_kernels.ref.rope import rope
+from prefill_kernels.weights import DenseWeight, EngramTable, ExpertWeights, MhcWeights, Weight
 from prefill_testing.numeric import FLOAT32, assert_bitwise, random_tensor
 from prefill_testing.shapes import ODD
 
@@ -33,7 +35,7 @@ def _x(seed: int, *shape: int) -> Tensor:
 def _linear(weight: Weight, num_in: int, *, wide: bool = False) -> Case:
     x = _x(1, num_in)
     return lambda rows, numerics: (
-        ref.linear(x[rows].to(numerics.activation), weight, numerics=numerics, wide_output=wide),
+        ref.linear(Rows(plain=x[rows].to(numerics.activation)), weight, numerics=numerics, wide_output=wide),
     )
 
 
@@ -43,11 +45,14 @@ def _weight(seed: int, *shape: int) -> Tensor:
 
 def _mixes(rows: Tensor, numerics: Numerics) -> tuple[Tensor, ...]:
     num_mixes = 2 * ODD.streams + ODD.streams**2
-    mixes = ref.mhc_mixes(
+    weights = MhcWeights(
+        fn=random_tensor(3, num_mixes, ODD.streams * ODD.hidden, scale=0.05),
+        base=random_tensor(4, num_mixes),
+        scale=random_tensor(5, 3),
+    )
+    mixes = mhc.mhc_mixes(
         _x(2, ODD.streams, ODD.hidden)[rows].to(numerics.activation),
-        random_tensor(3, num_mixes, ODD.streams * ODD.hidden, scale=0.05),
-        random_tensor(4, num_mixes),
-        random_tensor(5, 3),
+        weights,
         num_iters=20,
         hc_eps=1e-6,
         rms_eps=1e-20,
@@ -59,7 +64,8 @@ def _streams(rows: Tensor, numerics: Numerics) -> tuple[Tensor, ...]:
     streams = _x(2, ODD.streams, ODD.hidden)[rows].to(numerics.activation)
     pre, post, comb = _x(6, ODD.streams)[rows], _x(7, ODD.streams)[rows], _x(8, ODD.streams, ODD.streams)[rows]
     y = _x(9, ODD.hidden)[rows].to(numerics.activation)
-    return ref.mhc_collapse(streams, pre), ref.mhc_expand(y, streams, post, comb), ref.mhc_mean(streams)
+    output = MhcOutput(y=y, post=post, comb=comb)
+    return mhc.mhc_collapse(streams, pre), ref.mhc_expand(output, streams), ref.mhc_mean(streams)
 
 
 def _norm(rows: Tensor, numerics: Numerics) -> tuple[Tensor, ...]:
@@ -70,29 +76,29 @@ def _norm(rows: Tensor, numerics: Numerics) -> tuple[Tensor, ...]:
 def _grouped(rows: Tensor, numerics: Numerics) -> tuple[Tensor, ...]:
     x = _x(12, ODD.o_groups, 192)[rows].to(numerics.activation)
     weight = quantise_weight_fp8(_weight(13, ODD.o_groups * ODD.o_lora, 192))
-    return (ref.grouped_linear(x, weight, numerics=numerics),)
+    return (ref.grouped_linear(x, weight, numerics=numerics).plain,)
 
 
 def _rope(rows: Tensor, numerics: Numerics) -> tuple[Tensor, ...]:
     x = _x(14, ODD.heads, ODD.head_dim)[rows].to(numerics.activation)
     positions = torch.arange(POOL_ROWS, dtype=torch.int32)[rows] * 31
-    return (ref.rope(x, positions, torch.rand(8, generator=torch.Generator().manual_seed(1))),)
+    return (rope(x, positions, torch.rand(8, generator=torch.Generator().manual_seed(1))),)
 
 
 def _records(rows: Tensor, numerics: Numerics) -> tuple[Tensor, ...]:
     kv = _x(15, ODD.head_dim)[rows].to(numerics.activation)
-    window = ref.encode_window(kv, numerics=numerics)
-    main = ref.encode_main(kv, record_format="fp4", numerics=numerics)
-    data, scales = ref.encode_index(kv, numerics=numerics)
+    window = records.encode_window(kv, numerics=numerics)
+    main = records.encode_main(kv, record_format="fp4", numerics=numerics)
+    data, scales = records.encode_index(kv, numerics=numerics)
     return (
         window,
         main,
         data,
         scales,
-        ref.decode_window(window, numerics=numerics),
-        ref.decode_main(main, record_format="fp4", numerics=numerics),
-        ref.decode_index(data, scales, numerics=numerics),
-        ref.quantise_index_query(kv.unsqueeze(1), numerics=numerics),
+        records.decode_window(window, numerics=numerics),
+        records.decode_main(main, record_format="fp4", numerics=numerics),
+        records.decode_index(data, scales, numerics=numerics),
+        records.quantise_index_query(kv.unsqueeze(1), numerics=numerics),
     )
 
 
@@ -117,7 +123,7 @@ def _experts(rows: Tensor, numerics: Numerics) -> tuple[Tensor, ...]:
     w1, w3 = (_weight(seed, ODD.experts, ODD.moe_inter, ODD.hidden) for seed in (23, 24))
     w2 = _weight(25, ODD.experts, ODD.hidden, ODD.moe_inter)
     routed = ref.routed_experts(
-        x,
+        Rows(plain=x),
         routing,
         ExpertWeights(w1=quantise_weight_fp4(w1), w3=quantise_weight_fp4(w3), w2=quantise_weight_fp4(w2)),
         first_expert=0,
@@ -125,14 +131,14 @@ def _experts(rows: Tensor, numerics: Numerics) -> tuple[Tensor, ...]:
         numerics=numerics,
     )
     one = ExpertWeights(w1=quantise_weight_fp8(w1[0]), w3=quantise_weight_fp8(w3[0]), w2=quantise_weight_fp8(w2[0]))
-    shared = ref.shared_expert(x, one, swiglu_limit=3.0, numerics=numerics)
+    shared = ref.shared_expert(Rows(plain=x), one, swiglu_limit=3.0, numerics=numerics)
     return routed, shared, ref.combine_experts(routed, shared)
 
 
 def _engram(rows: Tensor, numerics: Numerics) -> tuple[Tensor, ...]:
     table = EngramTable(data=_weight(26, 64, ODD.engram_dim), scale=None)
     index = torch.randint(0, 64, (POOL_ROWS, 6), generator=torch.Generator().manual_seed(2))
-    embedded = ref.engram_lookup(table, index[rows], numerics=numerics)
+    embedded = ref.engram_lookup(table, index[rows], numerics=numerics).plain
     out, gates = ref.engram_gate(
         _x(27, ODD.streams, ODD.hidden)[rows].to(numerics.activation),
         _x(28, (ODD.streams + 1) * ODD.hidden)[rows].to(numerics.activation),

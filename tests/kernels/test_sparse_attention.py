@@ -10,6 +10,7 @@ from torch import Tensor
 
 from prefill_kernels.numerics import PRODUCTION, Numerics
 from prefill_kernels.ref import sparse_attention
+from prefill_kernels.ref.rope import rope
 from prefill_testing.numeric import (
     ALL_NUMERICS,
     BFLOAT16,
@@ -34,6 +35,15 @@ def test_attention_matches_loops(numerics: Numerics, num_rows: int, has_entries:
     out = sparse_attention(**case, scale=SCALE, numerics=numerics)
     assert out.dtype == numerics.activation
     assert_close(out, _slow_attention(case), dtype=numerics.activation)
+
+
+def test_query_is_rotated_forth_and_the_result_back() -> None:
+    case = _case(5, BFLOAT16)
+    positions, frequencies = torch.arange(900, 905, dtype=torch.int32), torch.rand(4)
+    at_zero = dict(case, query_NHC=rope(case["query_NHC"], positions, frequencies))
+    expected = rope(sparse_attention(**at_zero, scale=SCALE, numerics=BFLOAT16), positions, frequencies, inverse=True)
+    turned = dict(case, positions_N=positions, frequencies=frequencies)
+    assert_bitwise(sparse_attention(**turned, scale=SCALE, numerics=BFLOAT16), expected)
 
 
 def test_row_without_keys_is_zero_whatever_the_sink() -> None:
@@ -101,11 +111,13 @@ def test_row_is_the_same_in_any_batch_and_key_buffer(rows: list[int], shift: int
         moved[keys] = torch.cat([random_tensor(9, shift, 24, dtype=numerics.activation), case[keys]])
         moved[index] = torch.where(case[index] < 0, -1, case[index] + shift)[rows]
     moved["query_NHC"] = case["query_NHC"][rows]
+    moved["positions_N"] = case["positions_N"][rows]
     assert_bitwise(sparse_attention(**moved, scale=SCALE, numerics=numerics), whole[rows])
 
 
 def _case(num_rows: int, numerics: Numerics):  # type: ignore[no-untyped-def]
-    """Random keys; every row has some empty slots, at the start of the window and the end of the selection."""
+    """Random keys, nothing rotated (all at position 0); every row has some empty slots, first of the window and last of
+    the selection."""
     generator = torch.Generator().manual_seed(num_rows)
     window = torch.randint(0, 60, (num_rows, 11), generator=generator, dtype=torch.int32)
     entries = torch.randint(0, 35, (num_rows, 7), generator=generator, dtype=torch.int32)
@@ -113,6 +125,8 @@ def _case(num_rows: int, numerics: Numerics):  # type: ignore[no-untyped-def]
     last = torch.randint(0, 8, (num_rows, 1), generator=generator)
     return {
         "query_NHC": random_tensor(1, num_rows, 3, 24, dtype=numerics.activation, scale=1.5),
+        "positions_N": torch.zeros(num_rows, dtype=torch.int32),
+        "frequencies": torch.ones(4),
         "window_keys_MC": random_tensor(2, 70, 24, dtype=numerics.activation),
         "window_index_NW": window.masked_fill(torch.arange(11) < first, -1),
         "entries_EC": random_tensor(3, 35, 24, dtype=numerics.activation),

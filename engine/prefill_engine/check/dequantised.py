@@ -28,7 +28,7 @@ def _rows(layer: LayerParameters, path: list[str], num_rows: int, ops: Ops) -> T
     match path:
         case ["engram", "embed"]:
             assert layer.engram is not None, "sample of an Engram table in a layer without one"
-            return ops.engram_lookup(layer.engram.table, torch.arange(num_rows)[:, None], numerics=_WIDE)
+            return ops.engram_lookup(layer.engram.table, torch.arange(num_rows)[:, None], numerics=_WIDE).plain
         case ["engram", "wkv"]:
             assert layer.engram is not None, "sample of an Engram weight in a layer without one"
             weight = layer.engram.wkv

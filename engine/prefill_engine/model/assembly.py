@@ -41,10 +41,8 @@ def build_layers(
         layers.append(
             Layer(
                 layer=layer,
-                attn_norm=own.attn_norm,
-                ffn_norm=own.ffn_norm,
-                mhc_attn=HyperConnection(parameters=own.mhc_attn, spec=spec, equipment=equipment),
-                mhc_ffn=HyperConnection(parameters=own.mhc_ffn, spec=spec, equipment=equipment),
+                mhc_attn=HyperConnection(weights=own.mhc_attn, norm=own.attn_norm, spec=spec, equipment=equipment),
+                mhc_ffn=HyperConnection(weights=own.mhc_ffn, norm=own.ffn_norm, spec=spec, equipment=equipment),
                 attention=_build_attention(layer, own, compressed if layer.compress_ratio else plain, spec, equipment),
                 moe=MixtureOfExperts(
                     layer=layer.index,
@@ -54,7 +52,6 @@ def build_layers(
                     equipment=equipment,
                 ),
                 engram=_build_engram(layer, own, tables, spec, equipment),
-                spec=spec,
                 equipment=equipment,
             )
         )

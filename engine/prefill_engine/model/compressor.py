@@ -14,6 +14,7 @@ from torch import Tensor
 from prefill_engine.batch import EntryBatch
 from prefill_engine.model.parameters import CompressorParameters, IndexerParameters
 from prefill_engine.model.step import Equipment, SharedKv, Step
+from prefill_kernels.ops import Rows
 from prefill_plan.model_spec import LayerSpec, ModelSpec
 
 
@@ -28,66 +29,81 @@ class Compressor:
     spec: ModelSpec
     equipment: Equipment
 
-    def publish(self, x_ND: Tensor, step: Step) -> SharedKv:
+    def publish(self, x: Rows, step: Step) -> SharedKv:
         """Writes the entries of groups that close in this step, then reads all visible ones.
 
         Args:
-            x_ND: attention input of the layer, all rows of the step.
+            x: attention input of the layer, all rows of the step.
 
         Returns:
             main KV and index keys of every sequence; nothing selected yet. The caches' pages and, at ratio 2, the compressor
             state are written in place.
         """
         entries = step.batch.entries.of(self.layer.compress_ratio)
-        latent_GC = self._latent(x_ND, step)
+        latent_GC = self._latent(x, entries, step)
         step.observe("ckv_pre", self.layer.index, latent_GC)
         self._write(latent_GC, entries, step)
         step.wait_source(self.layer.index)
         return self._read(entries, step)
 
-    def _latent(self, x_ND: Tensor, step: Step) -> Tensor:
+    def _latent(self, x: Rows, entries: EntryBatch, step: Step) -> Tensor:
         """[G, C] act, normed, before RoPE."""
-        ops, numerics = self.equipment.ops, self.equipment.numerics
+        ops, numerics, eps = self.equipment.ops, self.equipment.numerics, self.spec.rms_eps
         if self.layer.compress_ratio == 1:
-            pooled_GC = ops.linear(x_ND, self.parameters.wkv, numerics=numerics)
-        else:
-            assert self.parameters.wgate is not None, f"layer {self.layer.index}: ratio 2 without a gate"
-            pooled_GC = ops.pool_pairs(
-                ops.linear(x_ND, self.parameters.wkv, numerics=numerics, wide_output=True),
-                ops.linear(x_ND, self.parameters.wgate, numerics=numerics, wide_output=True),
-                step.cache.compress_state(self.layer.index),
-                step.batch.state_slots,
-                step.batch.starts,
-                step.batch.cu_rows,
-                numerics=numerics,
-            )
-        return ops.rms_norm(pooled_GC, self.parameters.norm, eps=self.spec.rms_eps)
+            return ops.rms_norm(ops.linear(x, self.parameters.wkv, numerics=numerics), self.parameters.norm, eps=eps)
+        assert self.parameters.wgate is not None, f"layer {self.layer.index}: ratio 2 without a gate"
+        latent_NC, score_NC = ops.linear_pair(
+            x, self.parameters.wkv, self.parameters.wgate, numerics=numerics, wide_output=True
+        )
+        return ops.pool_pairs(
+            latent_NC,
+            score_NC,
+            self.parameters.norm,
+            step.cache.compress_state(self.layer.index),
+            step.batch.state_slots,
+            step.batch.starts,
+            step.batch.cu_rows,
+            num_groups=len(entries.write_slots),
+            eps=eps,
+            numerics=numerics,
+        )
 
     def _write(self, latent_GC: Tensor, entries: EntryBatch, step: Step) -> None:
         ops, numerics = self.equipment.ops, self.equipment.numerics
         assert self.indexer.wk is not None, f"layer {self.layer.index}: KV source without index keys"
         assert self.indexer.k_norm is not None, f"layer {self.layer.index}: KV source without an index-key norm"
-        main_GC = ops.rope(latent_GC, entries.write_positions, self.frequencies)
-        records = ops.encode_main(main_GC, record_format=self.equipment.record_format, numerics=numerics)
-        key_GI = ops.linear(latent_GC, self.indexer.wk, numerics=numerics)
-        key_GI = ops.rms_norm(key_GI, self.indexer.k_norm, eps=self.spec.rms_eps)
-        key_GI = ops.rope(key_GI, entries.write_positions, self.frequencies)
-        data, scales = ops.encode_index(key_GI, numerics=numerics)
+        ops.store_main(
+            latent_GC,
+            entries.write_positions,
+            self.frequencies,
+            step.cache.main_pages(self.layer.index),
+            entries.write_slots,
+            record_format=self.equipment.record_format,
+            numerics=numerics,
+        )
         data_pages, scale_pages = step.cache.index_pages(self.layer.index)
-        ops.scatter_rows(step.cache.main_pages(self.layer.index), entries.write_slots, records)
-        ops.scatter_rows(data_pages, entries.write_slots, data)
-        ops.scatter_rows(scale_pages, entries.write_slots, scales)
+        ops.store_index(
+            ops.linear(Rows(plain=latent_GC), self.indexer.wk, numerics=numerics),
+            self.indexer.k_norm,
+            entries.write_positions,
+            self.frequencies,
+            data_pages,
+            scale_pages,
+            entries.write_slots,
+            eps=self.spec.rms_eps,
+            numerics=numerics,
+        )
 
     def _read(self, entries: EntryBatch, step: Step) -> SharedKv:
         ops, numerics = self.equipment.ops, self.equipment.numerics
-        records = ops.gather_rows(step.cache.main_pages(self.layer.index), entries.gather_slots)
-        main_EC = ops.decode_main(records, record_format=self.equipment.record_format, numerics=numerics)
-        data_pages, scale_pages = step.cache.index_pages(self.layer.index)
-        keys_EI = ops.decode_index(
-            ops.gather_rows(data_pages, entries.gather_slots),
-            ops.gather_rows(scale_pages, entries.gather_slots),
+        main_EC = ops.load_main(
+            step.cache.main_pages(self.layer.index),
+            entries.gather_slots,
+            record_format=self.equipment.record_format,
             numerics=numerics,
         )
+        keys = ops.load_index(*step.cache.index_pages(self.layer.index), entries.gather_slots, numerics=numerics)
         step.observe("ckv_post", self.layer.index, main_EC)
-        step.observe("index_k", self.layer.index, keys_EI)
-        return SharedKv(main_kv=main_EC, index_keys=keys_EI)
+        if step.is_observed:
+            step.observe("index_k", self.layer.index, ops.index_values(keys, numerics=numerics))
+        return SharedKv(main_kv=main_EC, index_keys=keys)

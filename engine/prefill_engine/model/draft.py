@@ -30,11 +30,15 @@ class DraftSeed:
         ops, numerics, eps = self.equipment.ops, self.equipment.numerics, self.spec.rms_eps
         main = torch.cat(list(features), dim=-1)
         step.observe("main_hidden", -1, main)
-        main = ops.linear(main, self.parameters.main_proj, numerics=numerics)
-        main = ops.rms_norm(main, self.parameters.main_norm, eps=eps)
+        main = ops.linear(ops.quantise_rows(main, numerics=numerics), self.parameters.main_proj, numerics=numerics)
+        rows_in = ops.norm_rows(main, self.parameters.main_norm, eps=eps, numerics=numerics)
+        no_history = rows.history_slots[:0]
         for i, (wkv, kv_norm) in enumerate(zip(self.parameters.wkv, self.parameters.kv_norm, strict=True)):
             layer = self.spec.num_layers + i
-            kv = ops.rms_norm(ops.linear(main, wkv, numerics=numerics), kv_norm, eps=eps)
-            records = ops.encode_window(ops.rope(kv, rows.positions, self.frequencies), numerics=numerics)
-            step.observe("swa", layer, ops.decode_window(records, numerics=numerics))
-            ops.scatter_rows(step.cache.window_ring(layer), rows.ring_slots, records)
+            kv = ops.linear(rows_in, wkv, numerics=numerics)
+            ring = step.cache.window_ring(layer)
+            window = ops.window_rows(
+                kv, kv_norm, rows.positions, self.frequencies, ring, no_history, eps=eps, numerics=numerics
+            )
+            step.observe("swa", layer, window.keys)
+            ops.scatter_rows(ring, rows.ring_slots, window.records)

@@ -28,7 +28,7 @@ from prefill_engine.model.layer import Layer
 from prefill_engine.model.parameters import ModelParameters
 from prefill_engine.model.step import Equipment, Observer, Residual, SharedKv, Step, ignore, never_wait
 from prefill_kernels.numerics import Numerics
-from prefill_kernels.ops import Ops
+from prefill_kernels.ops import MhcOutput, Ops
 from prefill_plan.config import RecordFormat
 from prefill_plan.model_spec import ModelSpec
 
@@ -89,8 +89,9 @@ class DeepseekV41Flash:
         shared = SharedKv()
         for layer in self._encoder:
             residual = layer.enrich(residual, compressed, step)
-            x_ND, shared = layer.enter(residual, shared, step)
-            residual, shared = layer.forward(x_ND, residual.streams, shared, batch.encoder, step)
+            turn = layer.enter(residual)
+            shared = layer.publish(turn.rows, shared, step)
+            residual, shared = layer.forward(turn, shared, batch.encoder, step)
             on_layer(layer.layer.index)
         residual = self._replay_decoder(residual, shared, step, on_layer)
         last = self._gather(residual, batch.last_rows)
@@ -116,35 +117,44 @@ class DeepseekV41Flash:
     ) -> Residual:
         """Decoder layers on the kept rows; the first one makes its entries from all rows before that (model.md 5.3)."""
         ops, rows = self._equipment.ops, step.batch.decoder
-        x_ND, shared = self._decoder[0].enter(residual, shared, step)
-        kept = step.batch.decoder_rows
-        x_ND = ops.gather_rows(x_ND, kept)
-        residual = self._gather(residual, kept)
+        first = self._decoder[0]
+        shared = first.publish(first.mhc_attn.input(residual), shared, step)
+        residual = self._gather(residual, step.batch.decoder_rows)
         targets = self.spec.draft.target_layers if self.spec.draft else ()
         features: list[Tensor] = []
         for layer in self._decoder:
+            turn = layer.enter(residual)
             if layer.layer.index in targets:
-                features.append(ops.mhc_mean(residual.streams))
-            if layer is not self._decoder[0]:
-                x_ND, shared = layer.enter(residual, shared, step)
-            residual, shared = layer.forward(x_ND, residual.streams, shared, rows, step)
+                features.append(ops.mhc_mean(turn.streams))
+            if layer is not first:
+                shared = layer.publish(turn.rows, shared, step)
+            residual, shared = layer.forward(turn, shared, rows, step)
             on_layer(layer.layer.index)
         if self._draft is not None:
             self._draft.store(features, rows, step)
         return residual
 
-    def _gather(self, residual: Residual, rows: Tensor) -> Residual:
-        ops = self._equipment.ops
-        streams_NF = ops.gather_rows(residual.streams.flatten(1), rows)
-        return Residual(
-            streams=streams_NF.view(-1, *residual.streams.shape[1:]), pre=ops.gather_rows(residual.pre, rows)
-        )
+    def _gather(self, residual: Residual, index: Tensor) -> Residual:
+        """The residual of some rows."""
+
+        def rows(x: Tensor) -> Tensor:
+            picked = self._equipment.ops.gather_rows(x.flatten(1), index)
+            return picked.view(-1, *x.shape[1:])
+
+        output = residual.output
+        if output is not None:
+            output = MhcOutput(y=rows(output.y), post=rows(output.post), comb=rows(output.comb))
+        return Residual(streams=rows(residual.streams), pre=rows(residual.pre), output=output)
 
     def _final_hidden(self, residual: Residual) -> Tensor:
-        ops = self._equipment.ops
-        return ops.rms_norm(
-            ops.mhc_collapse(residual.streams, residual.pre), self._parameters.norm, eps=self.spec.rms_eps
-        )
+        return self._equipment.ops.mhc_input(
+            residual.streams,
+            residual.pre,
+            self._parameters.norm,
+            output=residual.output,
+            rms_eps=self.spec.rms_eps,
+            numerics=self.numerics,
+        ).plain
 
     def _logits(self, hidden_MD: Tensor) -> Tensor:
         return self._equipment.ops.lm_head(hidden_MD, self._parameters.head, numerics=self.numerics)

@@ -1,12 +1,10 @@
 """One layer: hyper-connection -> attention -> hyper-connection -> experts (model.md 1.4).
 
-The three steps `enrich`, `enter` and `forward` are apart because the decoder's first layer makes its entries for all rows and
-runs on kept rows only (model.md 5.3).
+The steps `enrich`, `publish`, `enter` and `forward` are apart because the decoder's first layer makes its entries for all rows
+and runs on kept rows only (model.md 5.3).
 """
 
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from prefill_engine.batch import RowBatch
 from prefill_engine.model.attention import Attention
@@ -14,22 +12,18 @@ from prefill_engine.model.engram import CompressedIds, Engram
 from prefill_engine.model.mhc import HyperConnection
 from prefill_engine.model.moe import MixtureOfExperts
 from prefill_engine.model.step import Equipment, Residual, SharedKv, Step
-from prefill_plan.model_spec import LayerSpec, ModelSpec
+from prefill_kernels.ops import MhcOutput, MhcTurn, Rows
+from prefill_plan.model_spec import LayerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """attn_norm, ffn_norm: [D]."""
-
     layer: LayerSpec
-    attn_norm: Tensor
-    ffn_norm: Tensor
     mhc_attn: HyperConnection
     mhc_ffn: HyperConnection
     attention: Attention
     moe: MixtureOfExperts
     engram: Engram | None
-    spec: ModelSpec
     equipment: Equipment
 
     def enrich(self, residual: Residual, compressed: CompressedIds | None, step: Step) -> Residual:
@@ -37,33 +31,31 @@ class Layer:
         if self.engram is None:
             return residual
         assert compressed is not None, f"layer {self.layer.index}: Engram without compressed ids"
-        return Residual(streams=self.engram.forward(residual.streams, compressed, step), pre=residual.pre)
+        streams_NSD = residual.streams
+        if residual.output is not None:
+            streams_NSD = self.equipment.ops.mhc_expand(residual.output, streams_NSD)
+        return Residual(streams=self.engram.forward(streams_NSD, compressed, step), pre=residual.pre)
 
-    def enter(self, residual: Residual, shared: SharedKv, step: Step) -> tuple[Tensor, SharedKv]:
-        """([N, D] attention input, shared KV). A KV source publishes its entries here, so its rows must be all of the step."""
-        x_ND = self.equipment.ops.mhc_collapse(residual.streams, residual.pre)
-        x_ND = self.equipment.ops.rms_norm(x_ND, self.attn_norm, eps=self.spec.rms_eps)
-        if self.attention.compressor is not None:
-            shared = self.attention.compressor.publish(x_ND, step)
-        return x_ND, shared
+    def enter(self, residual: Residual) -> MhcTurn:
+        """Streams at the layer's input, attention input and mixes."""
+        return self.mhc_attn.turn(residual)
 
-    def forward(
-        self, x_ND: Tensor, streams_NSD: Tensor, shared: SharedKv, rows: RowBatch, step: Step
-    ) -> tuple[Residual, SharedKv]:
-        """Both sub-layers on `rows`.
+    def publish(self, x: Rows, shared: SharedKv, step: Step) -> SharedKv:
+        """The shared KV after this layer's entries, if it is a KV source; then x must be all rows of the step."""
+        return shared if self.attention.compressor is None else self.attention.compressor.publish(x, step)
 
-        Args:
-            x_ND: the rows' attention input. streams_NSD: their streams, from which x was collapsed.
-        """
-        ops = self.equipment.ops
-        attn_mixes = self.mhc_attn.mixes(streams_NSD)
-        y_ND, shared = self.attention.forward(x_ND, shared, rows, step)
+    def forward(self, turn: MhcTurn, shared: SharedKv, rows: RowBatch, step: Step) -> tuple[Residual, SharedKv]:
+        """Both sub-layers on `rows`, from what `enter` gave for them."""
+        y_ND, shared = self.attention.forward(turn.rows, shared, rows, step)
         step.observe("attn_out", self.layer.index, y_ND)
-        streams_NSD = self.mhc_attn.expand(y_ND, streams_NSD, attn_mixes)
-        ffn_mixes = self.mhc_ffn.mixes(streams_NSD)
-        x_ND = ops.rms_norm(ops.mhc_collapse(streams_NSD, attn_mixes.pre), self.ffn_norm, eps=self.spec.rms_eps)
-        y_ND = self.moe.forward(x_ND, rows.is_image, step.observe)
-        streams_NSD = self.mhc_ffn.expand(y_ND, streams_NSD, ffn_mixes)
-        step.observe("stream", self.layer.index, streams_NSD)
-        step.observe("premix", self.layer.index, ffn_mixes.pre)
-        return Residual(streams=streams_NSD, pre=ffn_mixes.pre), shared
+        turn = self.mhc_ffn.turn(_residual(turn, MhcOutput(y=y_ND, post=turn.mixes.post, comb=turn.mixes.comb)))
+        y_ND = self.moe.forward(turn.rows, rows.is_image, step.observe)
+        output = MhcOutput(y=y_ND, post=turn.mixes.post, comb=turn.mixes.comb)
+        if step.is_observed:
+            step.observe("stream", self.layer.index, self.equipment.ops.mhc_expand(output, turn.streams))
+        step.observe("premix", self.layer.index, turn.mixes.pre)
+        return _residual(turn, output), shared
+
+
+def _residual(turn: MhcTurn, output: MhcOutput) -> Residual:
+    return Residual(streams=turn.streams, pre=turn.mixes.pre, output=output)

@@ -4,30 +4,42 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prefill_engine.model.parameters import MhcParameters
-from prefill_engine.model.step import Equipment
-from prefill_kernels.ops import MhcMixes
+from prefill_engine.model.step import Equipment, Residual
+from prefill_kernels.ops import MhcTurn, Rows
+from prefill_kernels.weights import MhcWeights
 from prefill_plan.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyperConnection:
-    parameters: MhcParameters
+    """norm: [D], of the sub-layer's input."""
+
+    weights: MhcWeights
+    norm: Tensor
     spec: ModelSpec
     equipment: Equipment
 
-    def mixes(self, streams_NSD: Tensor) -> MhcMixes:
-        """Mixes of this sub-layer, from its input streams."""
-        return self.equipment.ops.mhc_mixes(
-            streams_NSD,
-            self.parameters.fn,
-            self.parameters.base,
-            self.parameters.scale,
+    def turn(self, residual: Residual) -> MhcTurn:
+        """Streams after the sub-layer before this one, this one's input and mixes."""
+        return self.equipment.ops.mhc_turn(
+            residual.streams,
+            residual.pre,
+            self.norm,
+            output=residual.output,
+            weights=self.weights,
             num_iters=self.spec.hc_sinkhorn_iters,
             hc_eps=self.spec.hc_eps,
             rms_eps=self.spec.rms_eps,
+            numerics=self.equipment.numerics,
         )
 
-    def expand(self, y_ND: Tensor, streams_NSD: Tensor, mixes: MhcMixes) -> Tensor:
-        """[N, S, D] streams after the sub-layer: its output y spread by post, its input streams mixed by comb."""
-        return self.equipment.ops.mhc_expand(y_ND, streams_NSD, mixes.post, mixes.comb)
+    def input(self, residual: Residual) -> Rows:
+        """This sub-layer's input alone."""
+        return self.equipment.ops.mhc_input(
+            residual.streams,
+            residual.pre,
+            self.norm,
+            output=residual.output,
+            rms_eps=self.spec.rms_eps,
+            numerics=self.equipment.numerics,
+        )

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from prefill_engine.model.parameters import MoeParameters
 from prefill_engine.model.step import Equipment, Observer
+from prefill_kernels.ops import Rows
 from prefill_plan.model_spec import ModelSpec
 
 
@@ -19,11 +20,11 @@ class MixtureOfExperts:
     spec: ModelSpec
     equipment: Equipment
 
-    def forward(self, x_ND: Tensor, is_image_N: Tensor, observe: Observer) -> Tensor:
+    def forward(self, x: Rows, is_image_N: Tensor, observe: Observer) -> Tensor:
         """[N, D] act from the normed FFN input; image rows choose experts with their own bias."""
         ops, numerics = self.equipment.ops, self.equipment.numerics
         routing = ops.route(
-            x_ND,
+            x.plain,
             self.parameters.gate,
             self.parameters.bias,
             self.parameters.image_bias,
@@ -35,14 +36,12 @@ class MixtureOfExperts:
         observe("router_ids", self.layer, routing.expert_ids)
         observe("router_w", self.layer, routing.weights)
         routed_NKD = ops.routed_experts(
-            x_ND,
+            x,
             routing,
             self.parameters.routed,
             first_expert=self.first_expert,
             swiglu_limit=self.spec.swiglu_limit,
             numerics=numerics,
         )
-        shared_ND = ops.shared_expert(
-            x_ND, self.parameters.shared, swiglu_limit=self.spec.swiglu_limit, numerics=numerics
-        )
+        shared_ND = ops.shared_expert(x, self.parameters.shared, swiglu_limit=self.spec.swiglu_limit, numerics=numerics)
         return ops.combine_experts(routed_NKD, shared_ND)

@@ -7,16 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prefill_kernels.weights import DenseWeight, EngramTable, ExpertWeights, Weight
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MhcParameters:
-    """Hyper-connection of one sub-layer, fp32: fn [2S + S*S, S*D], base [2S + S*S], scale [3]."""
-
-    fn: Tensor
-    base: Tensor
-    scale: Tensor
+from prefill_kernels.weights import DenseWeight, EngramTable, ExpertWeights, MhcWeights, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +71,8 @@ class EngramParameters:
 class LayerParameters:
     attn_norm: Tensor
     ffn_norm: Tensor
-    mhc_attn: MhcParameters
-    mhc_ffn: MhcParameters
+    mhc_attn: MhcWeights
+    mhc_ffn: MhcWeights
     attention: AttentionParameters
     moe: MoeParameters
     engram: EngramParameters | None

@@ -14,7 +14,7 @@ from torch import Tensor
 from prefill_engine.batch import Batch
 from prefill_engine.kv_cache import KvCache
 from prefill_kernels.numerics import Numerics
-from prefill_kernels.ops import Ops
+from prefill_kernels.ops import IndexRows, MhcOutput, Ops
 
 Observer = Callable[[str, int, Tensor], None]
 """Called as observe(name, layer, tensor) with intermediate values; the names are listed in flash.py. It must not keep a tensor
@@ -51,25 +51,35 @@ class Step:
     observe: Observer
     wait_source: Callable[[int], None] = never_wait
 
+    @property
+    def is_observed(self) -> bool:
+        """Whether values that only an observer wants are worth their computation."""
+        return self.observe is not ignore
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """Between two sub-layers: streams [N, S, D] act, and pre [N, S] wide, the mix that collapses them for the next one."""
+    """Between two sub-layers, before the first one's output is spread over the streams: one pass does that, collapses and norms.
+
+    streams: [N, S, D] act that the last sub-layer read. pre: [N, S] wide, collapses the new streams for the next one.
+    output: of the last sub-layer; None: `streams` are new already.
+    """
 
     streams: Tensor
     pre: Tensor
+    output: MhcOutput | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedKv:
     """What a layer reads of the nearest KV, index-key and top-k source at or before it (model.md 1.2).
 
-    main_kv: [E, C] act, all visible entries of all sequences, decoded. index_keys: [E, I] act, in the same order.
+    main_kv: [E, C] act, all visible entries of all sequences, decoded. index_keys: [E] rows, in the same order.
     selected: [N, K] int32 rows of main_kv, ascending, -1 padded. candidates: [N, candidate blocks] int32 block numbers within the
     sequence, ascending, -1 padded. None: no source has run yet.
     """
 
     main_kv: Tensor | None = None
-    index_keys: Tensor | None = None
+    index_keys: IndexRows | None = None
     selected: Tensor | None = None
     candidates: Tensor | None = None

@@ -21,13 +21,12 @@ from prefill_engine.model.parameters import (
     EngramParameters,
     IndexerParameters,
     LayerParameters,
-    MhcParameters,
     ModelParameters,
     MoeParameters,
 )
 from prefill_engine.model.shard_stream import ShardStream
 from prefill_engine.model.tensor_names import ExpectedTensor, build_expected_tensors, scale_name
-from prefill_kernels.weights import DenseWeight, EngramTable, ExpertWeights, Fp4Weight, Fp8Weight, Weight
+from prefill_kernels.weights import DenseWeight, EngramTable, ExpertWeights, Fp4Weight, Fp8Weight, MhcWeights, Weight
 from prefill_plan.model_spec import LayerSpec, ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -177,8 +176,8 @@ class _Placement:
             k_norm=self._tensor(prefix + "k_norm.weight") if makes_keys else None,
         )
 
-    def _mhc(self, prefix: str) -> MhcParameters:
-        return MhcParameters(
+    def _mhc(self, prefix: str) -> MhcWeights:
+        return MhcWeights(
             fn=self._tensor(prefix + "fn"), base=self._tensor(prefix + "base"), scale=self._tensor(prefix + "scale")
         )
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from prefill_kernels.number_formats import dequantise_fp8_ue8m0
 from prefill_kernels.numerics import Numerics
+from prefill_kernels.ops import Rows
 from prefill_kernels.ref.fixed_math import mean_square, sigmoid, tree_sum, wide_dtype
 from prefill_kernels.weights import EngramTable
 
@@ -55,21 +56,21 @@ def engram_hash(
     return torch.cat(rows, dim=-1) + offsets
 
 
-def engram_lookup(table: EngramTable, rows_NR: Tensor, *, numerics: Numerics) -> Tensor:
+def engram_lookup(table: EngramTable, rows_NR: Tensor, *, numerics: Numerics) -> Rows:
     """Dequantised table rows, concatenated.
 
     Args:
         rows_NR: [N, R] int64 from engram_hash.
 
     Returns:
-        [N, R * head_dim] act (exact: e4m3 * 2^k). `linear` requantises them (profile R).
+        plain [N, R * head_dim] act (exact: e4m3 * 2^k). `linear` requantises them (profile R).
     """
     index = rows_NR.flatten()
     if table.scale is None:
         values = table.data[index]
     else:
         values = dequantise_fp8_ue8m0(table.data.view(torch.uint8)[index], table.scale[index])
-    return values.to(numerics.activation).view(rows_NR.shape[0], rows_NR.shape[1] * values.shape[1])
+    return Rows(plain=values.to(numerics.activation).view(rows_NR.shape[0], rows_NR.shape[1] * values.shape[1]))
 
 
 def engram_gate(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prefill_kernels.number_formats import dequantise_weight
 from prefill_kernels.numerics import Numerics
-from prefill_kernels.ops import Routing
+from prefill_kernels.ops import Routing, Rows
 from prefill_kernels.ref.fixed_math import silu, wide_dtype
 from prefill_kernels.ref.linear import linear, quantised_input
 from prefill_kernels.ref.tiled_matmul import tiled_matmul
@@ -18,7 +18,7 @@ from prefill_kernels.weights import DenseWeight, ExpertWeights, Fp4Weight, Fp8We
 
 
 def routed_experts(
-    x_ND: Tensor,
+    x: Rows,
     routing: Routing,
     experts: ExpertWeights,
     *,
@@ -32,14 +32,14 @@ def routed_experts(
     h = bf(silu(gate) * up * weight); slot = bf(h w2^T). x and h are quantised as in `linear`.
 
     Args:
-        x_ND: [N, D] act.
+        x: plain [N, D] act.
         experts: weights of experts [first_expert, first_expert + local), leading axis = local expert.
 
     Returns:
         [N, K, D] act, in routing's slot order; slots of other ranks' experts are zero.
     """
-    out_NKD = x_ND.new_zeros(*routing.expert_ids.shape, x_ND.shape[1], dtype=numerics.activation)
-    seen_ND = quantised_input(x_ND, experts.w1, numerics=numerics)
+    out_NKD = x.plain.new_zeros(*routing.expert_ids.shape, x.plain.shape[1], dtype=numerics.activation)
+    seen_ND = quantised_input(x.plain, experts.w1, numerics=numerics)
     local_ids_NK = routing.expert_ids - first_expert
     num_local = experts.w1.data.shape[0]
     for local_id in torch.unique(local_ids_NK[(local_ids_NK >= 0) & (local_ids_NK < num_local)]).tolist():
@@ -52,9 +52,9 @@ def routed_experts(
     return out_NKD
 
 
-def shared_expert(x_ND: Tensor, expert: ExpertWeights, *, swiglu_limit: float, numerics: Numerics) -> Tensor:
+def shared_expert(x: Rows, expert: ExpertWeights, *, swiglu_limit: float, numerics: Numerics) -> Tensor:
     """[N, D] act: the same computation as a routed expert, with no routing weight."""
-    return _swiglu(quantised_input(x_ND, expert.w1, numerics=numerics), expert, None, swiglu_limit, numerics)
+    return _swiglu(quantised_input(x.plain, expert.w1, numerics=numerics), expert, None, swiglu_limit, numerics)
 
 
 def combine_experts(routed_NKD: Tensor, shared_ND: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _swiglu(
     hidden = silu(gate.clamp(max=swiglu_limit)) * up.clamp(-swiglu_limit, swiglu_limit)
     if weight_P1 is not None:
         hidden = hidden * weight_P1.to(wide)
-    return linear(hidden.to(act), expert.w2, numerics=numerics)
+    return linear(Rows(plain=hidden.to(act)), expert.w2, numerics=numerics)
 
 
 def _expert(weight: Weight, local_id: int) -> Weight:

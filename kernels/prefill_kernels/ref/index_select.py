@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from prefill_kernels.numerics import Numerics
-from prefill_kernels.ops import IndexSelection
+from prefill_kernels.ops import IndexRows, IndexSelection
 from prefill_kernels.ref.fixed_math import tree_sum
 from prefill_kernels.ref.top_k import mask_to_indices, top_k_mask
 
@@ -19,13 +19,14 @@ _TILE_ENTRIES = 256
 
 
 def index_select(
-    query_NHI: Tensor,
+    query: IndexRows,
     head_weight_NH: Tensor,
-    keys_EI: Tensor,
+    keys: IndexRows,
     key_start_N: Tensor,
     num_visible_N: Tensor,
     *,
     topk: int,
+    max_visible: int,  # noqa: ARG001 - sizes launches; nothing is launched here
     numerics: Numerics,
     candidates_NB: Tensor | None = None,
     candidate_block: int = 0,
@@ -37,12 +38,12 @@ def index_select(
     rounded, the sum over heads is wide and rounded (all to act, so nothing in float32 and float64 runs).
 
     Args:
-        query_NHI: [N, H, I] act, after quantise_index_query. head_weight_NH: [N, H] act, unscaled.
-        keys_EI: [E, I] act, entries of all sequences back to back.
+        query: data [N, H, I] act, from index_query. head_weight_NH: [N, H] act, unscaled.
+        keys: data [E, I] act, entries of all sequences back to back.
         key_start_N: [N] int32 first entry of the row's sequence. Rows of one sequence are adjacent.
         num_visible_N: [N] int32: the row sees keys[key_start : key_start + num_visible]; (p + 1) // ratio of model.md
             2.6.
-        topk: entries per row.
+        topk: entries per row. max_visible: at least the largest num_visible.
         candidates_NB: [N, B] int32 blocks of `candidate_block` entries, -1 padded: entries elsewhere do not compete.
         num_candidate_blocks: > 0 at the candidate source: also return that many blocks with the highest best visible
             score, the block of the newest visible entry always among them. The row's own top-k is not restricted by
@@ -51,6 +52,7 @@ def index_select(
     Returns:
         Ascending, -1 padded, ties to the lowest index. A row that sees nothing is all -1.
     """
+    query_NHI, keys_EI = query.data, keys.data
     num_rows = query_NHI.shape[0]
     entries_NK = torch.full((num_rows, topk), -1, dtype=torch.int32, device=query_NHI.device)
     blocks_NB = torch.full((num_rows, num_candidate_blocks), -1, dtype=torch.int32, device=query_NHI.device)
@@ -66,7 +68,8 @@ def index_select(
             outside_TJ = ~_inside_blocks(candidates_NB[tile], candidate_block, num_scored)
             scores_TJ = scores_TJ.masked_fill(outside_TJ, -torch.inf)
         entries_NK[tile] = mask_to_indices(top_k_mask(scores_TJ, topk), topk)
-    return IndexSelection(entries=entries_NK, candidates=blocks_NB if num_candidate_blocks else None)
+    rows_NK = torch.where(entries_NK >= 0, entries_NK + key_start_N[:, None], -1)
+    return IndexSelection(entries=entries_NK, rows=rows_NK, candidates=blocks_NB if num_candidate_blocks else None)
 
 
 def _row_tiles(key_start_N: Tensor, num_visible_N: Tensor) -> list[tuple[slice, int, int]]:

@@ -8,21 +8,57 @@ The trap is orientation: comb[in, out], softmax over out, and `pre` is used one 
 import torch
 from torch import Tensor
 
-from prefill_kernels.ops import MhcMixes
+from prefill_kernels.numerics import Numerics
+from prefill_kernels.ops import MhcMixes, MhcOutput, MhcTurn, Rows
 from prefill_kernels.ref.fixed_math import mean_square, sigmoid, wide_dtype
+from prefill_kernels.ref.rms_norm import norm_rows
 from prefill_kernels.ref.tiled_matmul import tiled_matmul
+from prefill_kernels.weights import MhcWeights
 
 
-def mhc_mixes(
+def mhc_turn(
     streams_NSD: Tensor,
-    fn_MF: Tensor,
-    base_M: Tensor,
-    scale_3: Tensor,
+    pre_NS: Tensor,
+    norm_weight_D: Tensor,
     *,
+    output: MhcOutput | None,
+    weights: MhcWeights,
     num_iters: int,
     hc_eps: float,
     rms_eps: float,
-) -> MhcMixes:
+    numerics: Numerics,
+) -> MhcTurn:
+    """mhc_expand of the last sub-layer's output, then the next one's input (mhc_collapse and norm) and mixes (mhc_mixes).
+
+    Args:
+        streams_NSD: [N, S, D] act, the streams the last sub-layer's mixes were computed from; without `output` the
+            streams themselves.
+        pre_NS: [N, S] wide, of the last sub-layer too. norm_weight_D: [D] of the next one.
+        weights: of the next one.
+    """
+    streams_NSD = streams_NSD if output is None else mhc_expand(output, streams_NSD)
+    return MhcTurn(
+        streams=streams_NSD,
+        rows=mhc_input(streams_NSD, pre_NS, norm_weight_D, output=None, rms_eps=rms_eps, numerics=numerics),
+        mixes=mhc_mixes(streams_NSD, weights, num_iters=num_iters, hc_eps=hc_eps, rms_eps=rms_eps),
+    )
+
+
+def mhc_input(
+    streams_NSD: Tensor,
+    pre_NS: Tensor,
+    norm_weight_D: Tensor,
+    *,
+    output: MhcOutput | None,
+    rms_eps: float,
+    numerics: Numerics,
+) -> Rows:
+    """As mhc_turn, but the rows only."""
+    streams_NSD = streams_NSD if output is None else mhc_expand(output, streams_NSD)
+    return norm_rows(mhc_collapse(streams_NSD, pre_NS), norm_weight_D, eps=rms_eps, numerics=numerics)
+
+
+def mhc_mixes(streams_NSD: Tensor, weights: MhcWeights, *, num_iters: int, hc_eps: float, rms_eps: float) -> MhcMixes:
     """Mixing weights of one sub-layer, from the streams it reads.
 
     z = flattened streams (stream-major); m = (fn . z) * rsqrt(mean(z^2) + rms_eps); u = m * scale[group] + base with
@@ -31,8 +67,7 @@ def mhc_mixes(
 
     Args:
         streams_NSD: [N, S, D] act.
-        fn_MF: [2S + S*S, S*D] float32, rows: S pre, S post, S*S comb (row-major [in, out]).
-        base_M: [2S + S*S] float32. scale_3: [3] float32.
+        weights: fn [2S + S*S, S*D] has rows S pre, S post, S*S comb (row-major [in, out]).
         num_iters: 20 in the release, counted with the softmax.
 
     Returns:
@@ -41,10 +76,10 @@ def mhc_mixes(
     num_rows, num_streams, _ = streams_NSD.shape
     wide = wide_dtype(streams_NSD.dtype)
     z_NF = streams_NSD.flatten(1).to(wide)
-    m_NM = tiled_matmul(z_NF, fn_MF, dtype=wide) * torch.rsqrt(mean_square(z_NF) + rms_eps)
+    m_NM = tiled_matmul(z_NF, weights.fn, dtype=wide) * torch.rsqrt(mean_square(z_NF) + rms_eps)
     sizes = [num_streams, num_streams, num_streams * num_streams]
-    scales_M = scale_3.to(wide).repeat_interleave(torch.tensor(sizes, device=scale_3.device))
-    pre, post, comb = torch.split(m_NM * scales_M + base_M.to(wide), sizes, dim=-1)
+    scales_M = weights.scale.to(wide).repeat_interleave(torch.tensor(sizes, device=weights.scale.device))
+    pre, post, comb = torch.split(m_NM * scales_M + weights.base.to(wide), sizes, dim=-1)
     return MhcMixes(
         pre=sigmoid(pre) + hc_eps,
         post=2 * sigmoid(post),
@@ -59,20 +94,21 @@ def mhc_collapse(streams_NSD: Tensor, pre_NS: Tensor) -> Tensor:
     return _sum_axis(streams_NSD.to(wide) * pre_NS.to(wide).unsqueeze(-1), axis=1).squeeze(1).to(streams_NSD.dtype)
 
 
-def mhc_expand(y_ND: Tensor, streams_NSD: Tensor, post_NS: Tensor, comb_NSS: Tensor) -> Tensor:
+def mhc_expand(output: MhcOutput, streams_NSD: Tensor) -> Tensor:
     """New streams after a sub-layer: out[o] = bf(post[o] * y + sum over i of comb[i, o] * streams[i]).
 
     Args:
-        y_ND: [N, D], the sub-layer's rounded output. streams_NSD: the streams its mixes were computed from.
+        output: y is rounded to act. streams_NSD: the streams its mixes were computed from.
 
     Returns:
         [N, S, D] in the streams' dtype, a new tensor. The sum over i runs in order, post * y is added last.
     """
     wide = wide_dtype(streams_NSD.dtype)
-    mixed_NSD = comb_NSS[:, 0, :, None].to(wide) * streams_NSD[:, 0, None, :].to(wide)
+    comb_NSS = output.comb.to(wide)
+    mixed_NSD = comb_NSS[:, 0, :, None] * streams_NSD[:, 0, None, :].to(wide)
     for i in range(1, streams_NSD.shape[1]):
-        mixed_NSD += comb_NSS[:, i, :, None].to(wide) * streams_NSD[:, i, None, :].to(wide)
-    mixed_NSD += post_NS.to(wide).unsqueeze(-1) * y_ND.to(wide).unsqueeze(1)
+        mixed_NSD += comb_NSS[:, i, :, None] * streams_NSD[:, i, None, :].to(wide)
+    mixed_NSD += output.post.to(wide).unsqueeze(-1) * output.y.to(wide).unsqueeze(1)
     return mixed_NSD.to(streams_NSD.dtype)
 
 

@@ -1,8 +1,10 @@
-"""RMS norm (model.md 0.3)."""
+"""RMS norm, alone and with the quantiser of the product that follows (model.md 0.3)."""
 
 import torch
 from torch import Tensor
 
+from prefill_kernels.numerics import Numerics
+from prefill_kernels.ops import Rows
 from prefill_kernels.ref.fixed_math import mean_square, wide_dtype
 
 
@@ -19,3 +21,13 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
     wide = wide_dtype(x_ND.dtype)
     x = x_ND.to(wide)
     return (x * torch.rsqrt(mean_square(x) + eps) * weight_D.to(wide)).to(x_ND.dtype)
+
+
+def norm_rows(x_ND: Tensor, weight_D: Tensor, *, eps: float, numerics: Numerics) -> Rows:  # noqa: ARG001 - see below
+    """rms_norm as input of products; `ref` quantises inside the product, so there is nothing else to make here."""
+    return Rows(plain=rms_norm(x_ND, weight_D, eps=eps))
+
+
+def quantise_rows(x_ND: Tensor, *, numerics: Numerics) -> Rows:  # noqa: ARG001 - see norm_rows
+    """x [N, D] act as input of products; see norm_rows."""
+    return Rows(plain=x_ND)

@@ -10,12 +10,15 @@ from torch import Tensor
 
 from prefill_kernels.numerics import Numerics
 from prefill_kernels.ref.fixed_math import tree_sum
+from prefill_kernels.ref.rope import rope
 
 _TILE_ROWS = 16
 
 
 def sparse_attention(
     query_NHC: Tensor,
+    positions_N: Tensor,
+    frequencies: Tensor,
     window_keys_MC: Tensor,
     window_index_NW: Tensor,
     entries_EC: Tensor | None,
@@ -25,13 +28,13 @@ def sparse_attention(
     scale: float,
     numerics: Numerics,
 ) -> Tensor:
-    """One softmax over window keys and selected entries; keys are the values.
+    """One softmax over window keys and selected entries; keys are the values, so the result is rotated back.
 
     e[j] = (q . k[j]) * scale, m = max e, out = sum exp(e[j] - m) k[j] / (sum exp(e[j] - m) + exp(sink - m)). In the
     numerator exp(e[j] - m) is rounded to act, in the denominator it is not. No de-duplication between the two key sets.
 
     Args:
-        query_NHC: [N, H, C] act, rotated.
+        query_NHC: [N, H, C] act, as projected. positions_N, frequencies: as in rope.
         window_keys_MC: [M, C] act, decoded window records of all sequences.
         window_index_NW: [N, W] int32 rows of window_keys, -1 = empty slot. For chunk invariance a key's slot must be
             a function of the row's and the key's positions.
@@ -42,6 +45,7 @@ def sparse_attention(
     Returns:
         [N, H, C] act; a row with no key gives 0.
     """
+    query_NHC = rope(query_NHC, positions_N, frequencies)
     wide = numerics.wide
     num_rows = query_NHC.shape[0]
     keys, index = [window_keys_MC], [window_index_NW]
@@ -61,7 +65,7 @@ def sparse_attention(
         keys_TJC = keys_XC.index_select(0, index_NJ[tile].flatten()).view(_TILE_ROWS, -1, keys_XC.shape[1])
         is_empty_TJ = index_NJ[tile] == zero_key
         out_NHC[tile] = _attend(query[tile], keys_TJC, is_empty_TJ, sink_H.to(wide), scale, numerics)
-    return out_NHC[:num_rows]
+    return rope(out_NHC[:num_rows], positions_N, frequencies, inverse=True)
 
 
 def _attend(
