@@ -43,7 +43,13 @@ from prefill_operator.model import (
     SetPoolAnnotation,
     StartDrain,
 )
-from prefill_operator.names import ACCEPTING_GATE, API_VERSION, DRAINING_SINCE_ANNOTATION
+from prefill_operator.names import (
+    ACCEPTING_GATE,
+    API_VERSION,
+    DRAINING_SINCE_ANNOTATION,
+    KV_STORE_ANNOTATION,
+    KV_STORE_DEGRADED,
+)
 from prefill_operator.plan import PoolPlan
 from prefill_operator.pod_reading import PodRecord, controller_uid, read_pod, read_pod_of
 from prefill_operator.pool_memory import ChildObstacle, PodObstacle, PoolMemory
@@ -140,6 +146,12 @@ class Applier:
         owners = {"metadata": {"ownerReferences": [owner_reference(target.pool)]}}
         await self._merge_pod(target.key, pod.observed.name, pod.observed.uid, owners)
         logger.info("adopted a pod", extra={"pool": str(target.key), "pod": pod.observed.name})
+
+    async def note_store(self, target: Target, pod: PodRecord, *, is_degraded: bool) -> None:
+        """Says on the pod whether its engine serves without its KV store (k8s.md 4.9). Raises ClusterError, LeaseLost."""
+        value = KV_STORE_DEGRADED if is_degraded else None
+        note = {"metadata": {"annotations": {KV_STORE_ANNOTATION: value}}}
+        await self._merge_pod(target.key, pod.observed.name, pod.observed.uid, note)
 
     async def _do(self, target: Target, action: Action) -> None:
         match action:

@@ -37,6 +37,7 @@ REQUEST_SECONDS = 30.0
 PAGE_ITEMS = 250
 """Objects per page of a LIST: 250 pods are about 2 MB, so that a large cluster is never in memory as one answer."""
 
+_DEFAULT_KUBECONFIG = "~/.kube/config"
 _JSON = "application/json"
 _MERGE = "application/merge-patch+json"
 _STRATEGIC = "application/strategic-merge-patch+json"
@@ -130,6 +131,8 @@ class KubernetesCluster:
             ConfigError: none of them can be used.
         """
         configuration = Configuration()
+        if kubeconfig and not any(Path(name).is_file() for name in kubeconfig.split(":")):
+            raise ConfigError(f"no way to reach an API server: kubeconfig {kubeconfig} does not exist")
         try:
             if kubeconfig:
                 await load_kube_config(  # type: ignore[no-untyped-call]
@@ -261,6 +264,9 @@ class KubernetesCluster:
 async def _load_default(configuration: Configuration) -> None:
     if Path("/var/run/secrets/kubernetes.io/serviceaccount/token").exists():
         load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    elif not Path(_DEFAULT_KUBECONFIG).expanduser().is_file():
+        text = f"no service account is mounted and {_DEFAULT_KUBECONFIG} does not exist; set KUBECONFIG"
+        raise ConfigException(text)
     else:
         await load_kube_config(client_configuration=configuration, persist_config=False)  # type: ignore[no-untyped-call]
 

@@ -13,6 +13,7 @@ from prefill_operator.children import ChildStep, find_scaler
 from prefill_operator.escalation import Escalation, EscalationStep
 from prefill_operator.failures import PodState, Remedy
 from prefill_operator.fleet import Fleet, PodView
+from prefill_operator.gpu_faults import GpuStall
 from prefill_operator.intent import Intent
 from prefill_operator.messages import describe_fleet, describe_pod, format_time
 from prefill_operator.model import ChildKind, CreateRefusal, Observed, RefusalReason
@@ -37,6 +38,7 @@ class Findings:
     step: RolloutStep
     children: ChildStep
     escalation: Escalation
+    gpu_stall: GpuStall
     refusal: CreateRefusal | None
     """Still in force."""
     pause: str
@@ -252,6 +254,8 @@ def _stalls(f: Findings) -> Iterable[tuple[Reason, str]]:
         yield Reason.CONFIG_REJECTED, describe_pod(view)
     if f.escalation.step is EscalationStep.EXHAUSTED:
         yield Reason.ESCALATION_EXHAUSTED, f.escalation.message
+    if f.gpu_stall.message:
+        yield Reason.GPU_FAULT, f.gpu_stall.message
     for view in f.fleet.in_state(PodState.CRASH_LOOP):
         if view.verdict.remedy is Remedy.NONE:
             yield Reason.CRASH_LOOP, f"replacing did not help; {describe_pod(view)}"

@@ -15,6 +15,7 @@ from prefill_operator.escalation import NO_ESCALATION, Escalation, EscalationSte
 from prefill_operator.events import plan_events
 from prefill_operator.failures import FailureContext, PodState, Remedy, is_crash_stalled
 from prefill_operator.fleet import Fleet, PodView, build_fleet
+from prefill_operator.gpu_faults import judge_gpu_faults
 from prefill_operator.intent import Intent, read_intent
 from prefill_operator.ledger import (
     Ledger,
@@ -81,6 +82,7 @@ def decide(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> Decision
         step=plan_rollout(fleet, situation),
         children=plan_children(intent, plan, observed),
         escalation=escalation,
+        gpu_stall=judge_gpu_faults(fleet, ledger, situation),
         refusal=refusal,
         pause=block.reason if block is not None and block.until is not None and refusal is None else "",
     )
@@ -237,7 +239,7 @@ def _list_removals(findings: Findings, times: OperatorTimes) -> list[Action]:
 
 def _next_wakeup(findings: Findings, block: CreateBlock | None, times: OperatorTimes) -> float | None:
     now = findings.observed.now
-    due = [findings.fleet.wakeup, block.until if block else None]
+    due = [findings.fleet.wakeup, block.until if block else None, findings.gpu_stall.until]
     if not findings.deadline_exceeded:
         due.append(findings.deadline)
     for view in findings.fleet.in_state(PodState.DRAINING):

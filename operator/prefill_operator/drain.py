@@ -8,26 +8,13 @@ fixes the deadline at its first Drain (C43), so that calling again is harmless.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import grpc.aio
-
-from prefill_operator.drain_wire import DRAIN_METHOD, DrainMessages
+from prefill_operator.engine_client import EngineClient
 from prefill_operator.resources import PoolKey
 
 logger = logging.getLogger(__name__)
-
-
-class EngineClient(Protocol):
-    """Calls to engines."""
-
-    def drain(self, address: str, *, timeout_seconds: float) -> AsyncIterator[bool]:
-        """Asks the engine to drain; yields at each of its reports whether nothing is left, until that is so.
-
-        Raises ConnectionError when the engine does not answer, or stops answering.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,40 +97,3 @@ class Drains:
         if running is not None and running.state != state:
             running.state = state
             self._on_change(running.pool)
-
-
-class GrpcEngineClient:
-    """The real one: plaintext, as the engine serves it. Build it inside the loop.
-
-    silence_seconds: an engine that reports nothing for this long does not answer.
-    """
-
-    def __init__(self, *, silence_seconds: float = 5.0) -> None:
-        self._messages = DrainMessages()
-        self._silence_seconds = silence_seconds
-
-    async def drain(self, address: str, *, timeout_seconds: float) -> AsyncIterator[bool]:
-        request = self._messages.request()
-        request.deadline.FromNanoseconds(int(timeout_seconds * 1e9))
-        async with grpc.aio.insecure_channel(address) as channel:
-            method = channel.unary_stream(
-                DRAIN_METHOD,
-                request_serializer=self._messages.request.SerializeToString,
-                response_deserializer=self._messages.status.FromString,
-            )
-            call = method(request)
-            reports = aiter(call)
-            try:
-                while (status := await self._next_report(reports)) is not None:
-                    yield bool(status.done)
-            except grpc.aio.AioRpcError as error:
-                raise ConnectionError(f"{error.code().name}: {error.details()}") from error
-            except TimeoutError as error:
-                raise ConnectionError(f"no report for {self._silence_seconds:g} s") from error
-            finally:
-                call.cancel()
-
-    async def _next_report(self, reports: AsyncIterator[Any]) -> Any:
-        """None at the end of the stream. An engine reports several times a second; a dead node never answers at all."""
-        async with asyncio.timeout(self._silence_seconds):
-            return await anext(reports, None)

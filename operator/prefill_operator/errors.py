@@ -76,5 +76,5 @@ class ClusterUnavailable(ClusterError):
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."

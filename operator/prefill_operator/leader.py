@@ -1,4 +1,4 @@
-"""What only a leader has: cache, queue, workers, drains and resync, built in one place and filled before any of it acts.
+"""What only a leader has: cache, queue, workers, drains, store watch, resync; built in one place, filled before any of it acts.
 
 Used by run.py. Which resources are watched is found out at the start: CustomResourceDefinitions of ours must be served, other
 optional ones may be, and nodes may be read or not (C35).
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from prefill_operator.apply import Applier
 from prefill_operator.cache import Cache
 from prefill_operator.cluster import Cluster
-from prefill_operator.drain import Drains, EngineClient
+from prefill_operator.drain import Drains
+from prefill_operator.engine_client import EngineClient
 from prefill_operator.errors import ClusterError, RequestRejected
 from prefill_operator.event_limiter import EventLimiter
 from prefill_operator.event_sink import EventSink
@@ -27,6 +28,7 @@ from prefill_operator.render_policy import RenderPolicy
 from prefill_operator.resources import CHILDREN, NODES, PODS, POOLS, REQUIRED_CHILDREN, PoolKey, Resource
 from prefill_operator.resync import Resync
 from prefill_operator.settings import OperatorSettings, RbacParts
+from prefill_operator.store_watch import StoreWatch
 from prefill_operator.work_queue import WorkQueue
 from prefill_plan.model_spec import released_model_spec
 
@@ -37,13 +39,14 @@ _RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """All of it. `fill` comes first; then `reconciler.work`, `resync.keep` and whatever feeds `sink` may run."""
+    """All of it. `fill` comes first; then `reconciler.work`, `resync.keep`, `stores.keep` and whatever feeds `sink` may run."""
 
     resources: tuple[Resource, ...]
     cache: Cache
     queue: WorkQueue[PoolKey]
     sink: EventSink
     drains: Drains
+    stores: StoreWatch
     resync: Resync
     reconciler: Reconciler
 
@@ -80,6 +83,7 @@ def build_leader(
     cache = Cache(settings.signals, has_nodes=NODES in resources)
     queue = WorkQueue[PoolKey](clock=monotonic)
     drains = Drains(engines, on_change=queue.add, clock=clock)
+    stores = StoreWatch(engines, on_change=queue.add)
     resync = Resync(
         cluster,
         cache,
@@ -96,6 +100,7 @@ def build_leader(
         queue=queue,
         sink=EventSink(cache, queue.add, metrics=metrics, on_relist=resync.hurry, clock=monotonic),
         drains=drains,
+        stores=stores,
         resync=resync,
         reconciler=Reconciler(
             cache,
@@ -103,6 +108,7 @@ def build_leader(
             _build_observer(cache, drains, resources=resources, settings=settings, clock=clock),
             _build_applier(cluster, cache, lease, drains, settings=settings, clock=clock, monotonic=monotonic),
             drains=drains,
+            stores=stores,
             metrics=metrics,
             pool_metrics=PoolMetrics(metrics.registry),
             settings=settings,

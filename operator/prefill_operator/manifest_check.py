@@ -62,8 +62,14 @@ def _broken_bound(value: Any, schema: Schema) -> str | None:
     if not low <= len(value) <= high:
         return f"must have {low} to {high} {'characters' if noun == 'Length' else 'entries'}, has {len(value)}"
     if isinstance(value, str) and not re.search(schema.get("pattern", ""), value):
-        return f"must match {schema['pattern']}"
+        return f"must match {schema['pattern']}{_example(schema)}"
     return None
+
+
+def _example(schema: Schema) -> str:
+    """Fields are described with one, and it says more than a pattern."""
+    found = re.search(r"Example: (.*?)\.?$", schema.get("description", ""), re.DOTALL)
+    return f", e.g. {' '.join(found[1].split())}" if found else ""
 
 
 def _list_problems(value: list[Any], schema: Schema, path: str) -> Iterator[PoolInvalid]:

@@ -30,6 +30,7 @@ _SEVERITY = (
 )
 """Worst first."""
 
+_MAX_NAMED = 3
 _PROGRESS_STEPS = 20
 
 
@@ -61,6 +62,9 @@ def describe_fleet(intent: Intent, fleet: Fleet) -> str:
         count = len(fleet.in_state(state))
         if count:
             parts.append(f"{count} {word}")
+    degraded = fleet.select(lambda view: view.is_serving and view.pod.is_store_degraded)
+    if degraded:
+        parts.append(f"{len(degraded)} without KV store ({_names(degraded)})")
     text = ", ".join(parts)
     worst = troubled_views(fleet)
     return f"{text}; {describe_pod(worst[0])}" if worst else text
@@ -69,6 +73,11 @@ def describe_fleet(intent: Intent, fleet: Fleet) -> str:
 def describe_pod(view: PodView) -> str:
     where = f" on {view.pod.node}" if view.pod.node else ""
     return f"{view.pod.name}{where}: {view.verdict.message or view.state}"
+
+
+def _names(views: list[PodView]) -> str:
+    more = f" and {len(views) - _MAX_NAMED} more" if len(views) > _MAX_NAMED else ""
+    return ", ".join(f"{view.pod.name} on {view.pod.node}" for view in views[:_MAX_NAMED]) + more
 
 
 def _is_troubled(view: PodView) -> bool:

@@ -119,6 +119,8 @@ class ObservedPod:
     backlog_milliseconds: float | None = None
     """The engine's predicted wait, if known."""
     plan_hash: str = ""
+    is_store_degraded: bool = False
+    """From the annotation: its engine serves without the KV store."""
     avoid_nodes: tuple[str, ...] = ()
     """Nodes its affinity excludes."""
     foreign: bool = False

@@ -50,7 +50,8 @@ EP_ANNOTATION = "prefill.dev/ep"
 DRAINING_SINCE_ANNOTATION = "prefill.dev/draining-since"
 """RFC 3339 time at which the operator asked the engine to drain (k8s.md 4.7)."""
 KV_STORE_ANNOTATION = "prefill.dev/kv-store"
-"""`degraded` while the engine runs without its KV store (k8s.md 4.9)."""
+"""KV_STORE_DEGRADED while the engine serves without its KV store, absent otherwise (k8s.md 4.9)."""
+KV_STORE_DEGRADED = "degraded"
 
 ACCEPTING_GATE = "prefill.dev/accepting"
 """Readiness gate: the condition type the operator sets on pods (k8s.md 4.7)."""
@@ -117,6 +118,7 @@ class Reason(StrEnum):
     IMAGE_PULL_FAILED = "ImagePullFailed"
     CRASH_LOOP = "CrashLoop"
     ESCALATION_EXHAUSTED = "EscalationExhausted"
+    GPU_FAULT = "GPUFault"
     FOREIGN_OBJECT = "ForeignObject"
     NOT_STALLED = "NotStalled"
     USER_REQUEST = "UserRequest"
@@ -187,6 +189,7 @@ CONDITION_REASONS: Mapping[ConditionType, frozenset[Reason]] = MappingProxyType(
                 Reason.IMAGE_PULL_FAILED,
                 Reason.CRASH_LOOP,
                 Reason.ESCALATION_EXHAUSTED,
+                Reason.GPU_FAULT,
                 Reason.FOREIGN_OBJECT,
                 Reason.DEADLINE_EXCEEDED,
                 Reason.NOT_STALLED,

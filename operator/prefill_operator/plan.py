@@ -22,7 +22,7 @@ from prefill_operator.ve_api import VEPoolSpec
 from prefill_plan.config import Device, RecordFormat
 from prefill_plan.errors import PrefillError
 from prefill_plan.kv_layout import BLOCK_TOKENS, block_layout
-from prefill_plan.memory import EngramPlace, MemoryOption, MemoryPlan, PlanSettings, minimum_ep
+from prefill_plan.memory import GPU_BYTES, EngramPlace, MemoryOption, MemoryPlan, PlanSettings, minimum_ep
 from prefill_plan.model_spec import ModelSpec
 
 EP_STEPS = (2, 4, 8)
@@ -195,7 +195,9 @@ def _plan_with_memory(spec: PrefillPoolSpec, steps: tuple[int, ...], inputs: str
         usable = gpu_bytes(spec.gpu.product or "")
     if usable is None:
         named = f'gpu.product "{spec.gpu.product}" is not in the table' if spec.gpu.product else "no gpu.product given"
-        text = f"{named}; set gpu.memory to what nvidia-smi reports as total"
+        text = (
+            f"{named}; set gpu.memory to what nvidia-smi reports as total, or use a known one: {', '.join(GPU_BYTES)}"
+        )
         return _refused(spec, inputs, Reason.UNKNOWN_GPU, text)
     try:
         choice = minimum_ep(

@@ -18,6 +18,8 @@ from prefill_operator.names import (
     ENGINE_CONTAINER,
     EP_ANNOTATION,
     KIND_LABEL,
+    KV_STORE_ANNOTATION,
+    KV_STORE_DEGRADED,
     PLAN_HASH_ANNOTATION,
     POOL_LABEL,
     POOL_UID_ANNOTATION,
@@ -29,6 +31,7 @@ from prefill_operator.quantity import quantity_value
 from prefill_operator.resources import Json, PoolKey
 
 HOST_NAME_LABEL = "kubernetes.io/hostname"
+_MAX_WORDS = 500
 _GENERIC_WAITS = ("ContainerCreating", "PodInitializing")
 
 
@@ -159,6 +162,7 @@ def _read_observed(
         unhealthy_devices=_read_devices(status),
         disruption_target=disruption.get("reason") or "" if _is_true(disruption) else "",
         plan_hash=notes.get(PLAN_HASH_ANNOTATION, ""),
+        is_store_degraded=notes.get(KV_STORE_ANNOTATION) == KV_STORE_DEGRADED,
         avoid_nodes=_read_avoided(spec),
     )
 
@@ -217,11 +221,12 @@ def _read_termination(container: Json) -> Termination | None:
 
 
 def _parse_message(text: str) -> _Message:
-    """An engine killed half way leaves no JSON, or none at all; then its last words are the detail."""
+    """An engine killed half way leaves no JSON, or none at all; then its last words, those of its log, are the detail."""
     try:
         return msgspec.json.decode(text, type=_Message)
     except msgspec.DecodeError:
-        return _Message(detail=text[:500])
+        words = " ".join(text.split())
+        return _Message(detail=words if len(words) <= _MAX_WORDS else f"... {words[-_MAX_WORDS:]}")
 
 
 def _read_waiting(main: Json, inits: Iterable[Json]) -> Json:

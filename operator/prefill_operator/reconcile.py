@@ -25,10 +25,12 @@ from prefill_operator.names import Kind
 from prefill_operator.observe import Observer, is_foreign_pod
 from prefill_operator.operator_metrics import OperatorMetrics
 from prefill_operator.pod_reading import PodRecord
+from prefill_operator.pool_api import PrefillPoolSpec
 from prefill_operator.pool_memory import PoolMemory
 from prefill_operator.pool_metrics import PoolMetrics
 from prefill_operator.resources import PoolKey
 from prefill_operator.settings import OperatorSettings
+from prefill_operator.store_watch import StoreWatch, WatchedEngine
 from prefill_operator.work_queue import WorkQueue
 from prefill_plan.errors import PrefillError
 
@@ -49,6 +51,7 @@ class Reconciler:
         applier: Applier,
         *,
         drains: Drains,
+        stores: StoreWatch,
         metrics: OperatorMetrics,
         pool_metrics: PoolMetrics,
         settings: OperatorSettings,
@@ -59,6 +62,7 @@ class Reconciler:
         self._observer = observer
         self._applier = applier
         self._drains = drains
+        self._stores = stores
         self._metrics = metrics
         self._pool_metrics = pool_metrics
         self._settings = settings
@@ -102,6 +106,7 @@ class Reconciler:
             return
         memory.drop_old(self._clock())
         self._resume_drains(key, pool)
+        self._watch_stores(key, pool)
         view = self._observer.observe(key, pool, memory)
         decision = decide(view.observed, view.plan, self._settings.times)
         target = Target(key=key, pool=pool, plan=view.plan, memory=memory, children=view.children)
@@ -142,7 +147,8 @@ class Reconciler:
         self._wake_at(target.key, min((when for when in due if when is not None), default=None))
 
     async def _tend_pods(self, target: Target) -> int:
-        """What the planner does not decide: adopts pods of ours that lost their owner, opens gates of engines that are ready.
+        """What the planner does not decide: adopts pods of ours that lost their owner, opens gates of engines that are
+        ready, notes which engines serve without their KV store.
 
         Returns:
             The number of writes.
@@ -157,6 +163,10 @@ class Reconciler:
             if _may_open_gate(pod):
                 await self._applier.open_gate(target, pod)
                 num_writes += 1
+            is_degraded = self._stores.is_degraded(pod.observed.uid)
+            if is_degraded is not None and is_degraded != pod.observed.is_store_degraded:
+                await self._applier.note_store(target, pod, is_degraded=is_degraded)
+                num_writes += 1
         return num_writes
 
     def _resume_drains(self, key: PoolKey, pool: Pool) -> None:
@@ -168,6 +178,17 @@ class Reconciler:
                 elapsed = seconds_since(pod.observed.draining_since, self._clock())
                 left = max(0.0, pool.spec.lifecycle.drain_timeout_seconds - elapsed)
                 self._drains.begin(pod.observed.uid, pool=key, address=pod.address, timeout_seconds=left)
+
+    def _watch_stores(self, key: PoolKey, pool: Pool) -> None:
+        """Engines that could lose a KV store are asked for it while they serve."""
+        engines = {}
+        if isinstance(pool.spec, PrefillPoolSpec) and pool.spec.kvd.enabled:
+            engines = {
+                pod.observed.uid: WatchedEngine(address=pod.address, is_degraded=pod.observed.is_store_degraded)
+                for pod in self._cache.pods(key)
+                if _may_ask_for_store(pod) and not is_foreign_pod(pod, pool)
+            }
+        self._stores.keep_only(key, engines)
 
     async def _refuse(self, record: PoolRecord) -> None:
         """Says in the status why a spec cannot be used; pods are left as they are."""
@@ -195,6 +216,7 @@ class Reconciler:
         self._observer.forget(key)
         self._applier.forget(key)
         self._drains.keep_only(key, ())
+        self._stores.keep_only(key, {})
         self._pool_metrics.forget(key)
 
     def _wake_at(self, key: PoolKey, when: float | None) -> None:
@@ -211,6 +233,11 @@ class Reconciler:
 def _may_open_gate(pod: PodRecord) -> bool:
     seen = pod.observed
     return pod.has_gate and pod.containers_ready and seen.gate is not True and seen.draining_since is None
+
+
+def _may_ask_for_store(pod: PodRecord) -> bool:
+    seen = pod.observed
+    return bool(pod.address) and pod.containers_ready and seen.draining_since is None and seen.terminating_since is None
 
 
 def _known_status(kind: Kind, body: dict[str, Any]) -> PoolStatus | VEPoolStatus:

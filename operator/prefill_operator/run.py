@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from prefill_operator.cluster import KubernetesCluster
-from prefill_operator.drain import GrpcEngineClient
+from prefill_operator.engine_client import GrpcEngineClient
 from prefill_operator.errors import LeaseLost
 from prefill_operator.handlers import run_kopf
 from prefill_operator.health import Health, HealthServer
@@ -108,7 +108,8 @@ class _Process:
         leader = preparing.result()
         self._health.set_filled(leader.resync)
         workers = [self._start(leader.reconciler.work(), f"worker {i}") for i in range(self._settings.workers)]
-        writers = [*workers, self._start(leader.resync.keep(), "resync"), keeping]
+        feeders = [self._start(leader.resync.keep(), "resync"), self._start(leader.stores.keep(), "stores")]
+        writers = [*workers, *feeders, keeping]
         watching = self._start(self._watch(leader), "watches")
         await asyncio.wait([stop, watching, *writers], return_when=asyncio.FIRST_COMPLETED)
         code = await self._leave(writers)

@@ -4,11 +4,12 @@ Order: a YAML file, then `--set part.field=value`, then the identity of this pro
 as in the chart's values. Times that no user of a pool sets live here, and tests shorten them (C40).
 """
 
+import math
 import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,6 +18,7 @@ import msgspec
 from prefill_operator.model import OperatorTimes
 from prefill_plan.errors import ConfigError
 
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -125,11 +127,32 @@ def load_settings(
     try:
         settings = msgspec.convert(plain, OperatorSettings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {str(error).replace('`', '')}") from error
-    lease = settings.lease
-    if not 0 < lease.retry_seconds < lease.renew_deadline_seconds < lease.duration_seconds:
-        raise ConfigError(f"{source}: lease {lease}: expected 0 < retry < renewDeadline < duration")
+        text, _, place = str(error).replace("`", "").partition(" - at $.")
+        raise ConfigError(f"{source}: {_camel(place)}: {text[:1].lower()}{text[1:]}") from error
+    _check(settings, source)
     return settings
+
+
+def _check(settings: OperatorSettings, source: str) -> None:
+    """What no type says: an operator must not start and then do nothing, or end in the middle of a pass."""
+    lease, level = settings.lease, settings.log_level
+    if level not in LOG_LEVELS:
+        raise ConfigError(f"{source}: logLevel is {level}: expected one of {', '.join(LOG_LEVELS)}")
+    if not -1 <= settings.port <= 65_535:
+        raise ConfigError(f"{source}: port is {settings.port}: expected 0 to 65535, or -1 for none")
+    if settings.workers < 1:
+        raise ConfigError(f"{source}: workers is {settings.workers}: expected 1 or more")
+    for name, seconds in (("resyncSeconds", settings.resync_seconds), ("statusSeconds", settings.status_seconds)):
+        if not 0 < seconds < math.inf:
+            raise ConfigError(f"{source}: {name} is {seconds:g}: expected more than 0")
+    for name, amount in asdict(settings.times).items():
+        if not 0 <= amount < math.inf:
+            raise ConfigError(f"{source}: times.{_camel(name)} is {amount:g}: expected 0 or more")
+    if not 0 < lease.retry_seconds < lease.renew_deadline_seconds < lease.duration_seconds:
+        raise ConfigError(
+            f"{source}: lease.retrySeconds is {lease.retry_seconds:g}, renewDeadlineSeconds {lease.renew_deadline_seconds:g}, "
+            f"durationSeconds {lease.duration_seconds:g}: expected 0 < retry < renewDeadline < duration"
+        )
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -222,6 +222,7 @@ def test_store_refuses_writes(start: Start, nodes: Cluster, small_store: Path, h
     assert pool.right(pod, 2).cached_tokens == HIT, "hits from kvd's memory"
     assert "blocks not stored" in pool.log(pod)
     assert pool.view.condition("Ready")["status"] == "True"
+    pool.view.wait("the lost store to be told by the pool", lambda: expect_store(pool, pod, is_lost=True), seconds=180)
     if how == "read-only":
         nodes.run_on_node(1, "mount", "-o", "remount,rw", str(small_store))
     else:
@@ -232,7 +233,16 @@ def test_store_refuses_writes(start: Start, nodes: Cluster, small_store: Path, h
         assert pool.metric(pod, "kv_store_up") == 1
 
     pool.view.wait("the store to be used again", works_again, seconds=120)
+    pool.view.wait("the pool to have its store again", lambda: expect_store(pool, pod, is_lost=False), seconds=180)
     figure(f"{dropped:.0f} blocks not stored, hits from memory all the time, used again afterwards")
+
+
+def expect_store(pool: KvdPool, pod: Json, *, is_lost: bool) -> None:
+    """What the operator says of the pod's store, on the pod and in the pool's words."""
+    notes = pool.named(pod["metadata"]["name"])["metadata"]["annotations"]
+    message = pool.view.condition("Ready")["message"]
+    assert notes.get("prefill.dev/kv-store") == ("degraded" if is_lost else None), notes
+    assert ("1 without KV store" in message) == is_lost, message
 
 
 def test_store_outlives_the_pod(start: Start, store: Path, figure: Figure) -> None:

@@ -133,6 +133,23 @@ def test_plan_warns_of_what_the_cluster_would_refuse(tmp_path: Path, capsys: pyt
     assert "refused       spec.network.hostNetwork" in capsys.readouterr().out
 
 
+def test_plan_and_steps_of_an_autoscaled_pool_have_its_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its replicas are the autoscaler's: what stands in the manifest, the default 1, is what it never has."""
+    assert main(["plan", "-f", str(EXAMPLES / "h200.yaml")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  PEs ")]
+    assert [row[1:3] for row in rows] == [["8", "+"], ["24", "+"]]
+    assert main(["steps", "-f", str(EXAMPLES / "h200.yaml")]) == 0
+    assert "rollout of 8 + " in capsys.readouterr().out
+
+
+def test_plan_says_when_quota_does_not_allow_the_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "-f", _write(tmp_path, _changed(replicas=3, quota={"maxGPUs": 4}))]) == 1
+
+    out = capsys.readouterr().out
+    assert "1 of the 3 that are wanted, 4 GPUs, 2 per node, so 1 node or more" in out
+    assert "quota.maxGPUs = 4" in out
+
+
 def test_render_without_a_fit_fails_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["render", "-f", _write(tmp_path, _changed(gpu={"product": "NVIDIA-RTX-9000"}))]) == 2
     captured = capsys.readouterr()
@@ -146,8 +163,9 @@ def test_render_without_a_fit_fails_in_one_line(tmp_path: Path, capsys: pytest.C
     [
         ("{", "not YAML"),
         ("- 1", "expected objects, found list"),
-        ("", "holds no object of prefill.dev/v1alpha1"),
-        ("apiVersion: v1\nkind: Pod", "holds no object of prefill.dev/v1alpha1"),
+        ("", "holds no object of prefill.dev/v1alpha1, found nothing"),
+        ("apiVersion: v1\nkind: Pod", "holds no object of prefill.dev/v1alpha1, found v1 Pod"),
+        ("a: b: c", "at line 1, column 5"),
         ("apiVersion: prefill.dev/v1alpha1\nkind: Other\nspec: {}", "kind is 'Other': must be PrefillPool or VEPool"),
         (
             "apiVersion: prefill.dev/v1alpha1\nkind: PrefillPool\nmetadata: {name: a}\n"
@@ -155,7 +173,7 @@ def test_render_without_a_fit_fails_in_one_line(tmp_path: Path, capsys: pytest.C
             "is required",
         ),
     ],
-    ids=["yaml", "list", "empty", "foreign", "kind", "required"],
+    ids=["yaml", "list", "empty", "foreign", "place", "kind", "required"],
 )
 def test_a_bad_file_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, words: str
@@ -195,11 +213,28 @@ def test_spares_marks_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [["--target", "1"], ["--restart-seconds", "0"], ["--replicas", "0"], ["--absent", "-1"]], ids=" ".join
+    "options",
+    [
+        ["--target", "1"],
+        ["--restart-seconds", "0"],
+        ["--restart-seconds", "inf"],
+        ["--gpus-per-node", "2"],
+        ["--replicas", "0"],
+        ["--absent", "-1"],
+    ],
+    ids=" ".join,
 )
 def test_spares_refuses_what_makes_no_sense(capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     assert main(["spares", "--replicas", "4", *options]) == 2
     assert capsys.readouterr().err.startswith(f"prefill-operator spares: {options[0]}")
+
+
+def test_spares_out_of_reach_are_a_short_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["spares", "--replicas", "16", "--node-mtbf-seconds", "1"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+
+    assert len(lines) == 12
+    assert lines[-1] == "target 0.999 is not reached with up to 256 spares"
 
 
 def test_crd_prints_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:

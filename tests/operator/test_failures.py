@@ -3,14 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from prefill_operator.api_parts import LifecycleSpec
 from prefill_operator.model import OperatorTimes, SidecarDown, Termination
 from prefill_operator.names import EventReason
-from prefill_operator.pool_api import PrefillPoolSpec
+from prefill_operator.pool_api import KvdSpec, NetworkSpec, PrefillPoolSpec
 from prefill_testing.cluster_model import ClusterModel, NodeModel, settled_cluster
-from prefill_testing.planner_pools import ENGINE_B, make_pool, make_spec
+from prefill_testing.planner_pools import ENGINE_A, ENGINE_B, make_pool, make_spec
 
 TIMES = OperatorTimes()
 
@@ -228,6 +229,35 @@ def test_refusal_of_a_sidecar_is_told_in_its_own_words_and_nothing_is_replaced()
             assert "kvd: ConfigError (exit 10) in start: make /dev/shm larger" in cluster.condition(kind).message
         cluster.advance(TIMES.crash_loop_seconds)
     assert cluster.story(since=before) == []
+
+
+@pytest.mark.parametrize(
+    "fix",
+    [
+        {"kvd": KvdSpec(enabled=True, image="kvd:1", pool_size=8 << 30)},
+        {"engine": msgspec.structs.replace(ENGINE_A, extra_shm=64 << 30)},
+        {"network": NetworkSpec(rdma_resource_name="rdma/hca")},
+    ],
+    ids=["kvd", "extraShm", "rdma"],
+)
+def test_refusal_of_a_sidecar_ends_with_a_fix_of_the_spec(fix: dict[str, Any]) -> None:
+    """The pods that say it are replaced at once and cost no budget: what they run can never start."""
+    cluster = running(spec=make_spec(replicas=2, surge=0, unavailable=1))
+    cluster.load_seconds = 1e9
+    before = len(cluster.log)
+    for number in (1, 2):
+        cluster.change(cluster.name_of(number), ready=False, ready_changed_at=cluster.now)
+        cluster.change(cluster.name_of(number), sidecar=down(cluster, exit_code=10, detail="make /dev/shm larger"))
+    cluster.run_pass()
+    assert cluster.story(since=before) == []
+    assert cluster.condition("Stalled").reason == "ConfigRejected"
+    cluster.edit(**fix)
+    cluster.run_pass()
+    story = cluster.story(since=before)
+    assert sorted(story) == ["create 3", "create 4", "delete 1 OldRevision", "delete 2 OldRevision"]
+    cluster.load_seconds = 1
+    cluster.settle()
+    assert [cluster.condition(kind).status for kind in ("Ready", "Stalled")] == ["True", "False"]
 
 
 def test_sidecar_killed_under_a_serving_engine_is_left_to_come_back() -> None:

@@ -156,6 +156,24 @@ def test_message_that_is_no_json_is_the_detail(text: str) -> None:
     assert (end.detail, end.code) == (text, "")
 
 
+def test_of_a_log_the_last_words_are_the_detail() -> None:
+    """The kubelet gives the end of the log where a container wrote no message: what it died of comes last."""
+    text = '{"msg": "pool ready"}\n' * 60 + "Traceback (most recent call last):\n  File x\nMemoryError: no 3 GB left\n"
+    end = _read(containerStatuses=[_container(state={"terminated": _ended(text)})]).observed.termination
+
+    assert end is not None
+    assert end.detail.startswith("... ")
+    assert end.detail.endswith("Traceback (most recent call last): File x MemoryError: no 3 GB left")
+    assert len(end.detail) == 504
+
+
+@pytest.mark.parametrize(("value", "degraded"), [("degraded", True), ("", False), (None, False)])
+def test_lost_kv_store_is_read_from_the_annotation(value: str | None, degraded: bool) -> None:
+    annotations = {} if value is None else {"prefill.dev/kv-store": value}
+
+    assert _read(metadata={"annotations": annotations}).observed.is_store_degraded == degraded
+
+
 @pytest.mark.parametrize(
     ("engine", "init", "reason"),
     [

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from prefill_operator.cluster import translate_error
+from prefill_operator.engine_wire import LoadState
 from prefill_operator.errors import ClusterUnavailable, ObjectMissing
 from prefill_operator.names import ACCEPTING_GATE, MANAGED_BY, MANAGED_BY_LABEL
 from prefill_operator.resources import NODES, PODS, Json, Resource
@@ -185,6 +186,8 @@ class FakeEngines:
         """Drains report done once this is set."""
         self.done.set()
         self.is_unreachable = False
+        self.states: dict[str, LoadState] = {}
+        """By address; READY where none is given."""
 
     async def drain(self, address: str, *, timeout_seconds: float) -> AsyncIterator[bool]:
         self.calls.append((address, timeout_seconds))
@@ -194,6 +197,11 @@ class FakeEngines:
             yield False
         await self.done.wait()
         yield True
+
+    async def load_state(self, address: str) -> LoadState:
+        if self.is_unreachable:
+            raise ConnectionError("UNAVAILABLE: connection refused")
+        return self.states.get(address, LoadState.READY)
 
 
 def _gpus_of(pod: Json) -> int:

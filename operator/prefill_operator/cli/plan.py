@@ -9,11 +9,12 @@ from prefill_operator.api import Pool
 from prefill_operator.cli.pool_file import (
     add_pool_arguments,
     add_settings_arguments,
+    explain_refusal,
     load_pools,
     load_settings_of,
     plan_of,
 )
-from prefill_operator.cli.targets import offline_targets
+from prefill_operator.cli.targets import offline_sizes, offline_targets
 from prefill_operator.gpu_products import gpu_bytes
 from prefill_operator.intent import Intent, read_intent
 from prefill_operator.model import OperatorTimes
@@ -39,13 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cmd_plan(args: argparse.Namespace) -> int:
-    """Exit 1: some pool has no feasible plan, or its pods are refused."""
+    """Exit 1: some pool has no feasible plan, its pods are refused, or quota does not even allow its replicas."""
     policy = RenderPolicy.of(load_settings_of(args))
     failed = False
     for index, pool in enumerate(load_pools(args)):
         plan = plan_of(pool)
         refusal = refusal_text(pool, plan, policy)
-        failed |= bool(refusal) or not plan.feasible
+        failed |= bool(refusal) or not plan.feasible or bool(offline_targets(pool, plan).quota_message)
         if args.json:
             print(json.dumps(_as_json(pool, plan, refusal)))
         else:
@@ -91,10 +92,11 @@ def _lines(pool: Pool, plan: PoolPlan, refusal: str) -> Iterator[str]:
         yield from _memory_lines(pool.spec, plan)
     yield _row("plan hash", plan.hash)
     yield _row("revision", f"{plan.revision}, ConfigMap {config_map_name(pool.kind, pool.name, plan.revision)}")
-    yield from _count_lines(read_intent(pool), plan, offline_targets(pool, plan))
+    for sized in offline_sizes(pool):
+        yield from _count_lines(read_intent(sized), plan, offline_targets(sized, plan))
     yield from (_row("note", note) for note in plan.notes)
     if refusal:
-        yield _row("refused", f"{refusal}; no pod would be made")
+        yield _row("refused", explain_refusal(f"{refusal}; no pod would be made"))
 
 
 def _plan_text(plan: PoolPlan) -> str:
@@ -150,10 +152,13 @@ def _memory_lines(spec: PrefillPoolSpec, plan: PoolPlan) -> Iterator[str]:
 
 
 def _count_lines(intent: Intent, plan: PoolPlan, targets: Targets) -> Iterator[str]:
-    text = f"{targets.replicas} + {targets.spares} spares = {targets.total}"
-    if plan.gpus:
+    text = f"{targets.replicas} + {targets.spares} spares = {targets.replicas + targets.spares}"
+    if targets.quota_message:
+        text = f"{targets.total} of the {targets.replicas} that are wanted"
+    if plan.gpus and targets.total:
         nodes = -(-targets.total // targets.per_node)
-        text += f", {targets.total * plan.gpus} GPUs, {targets.per_node} per node, so {nodes} nodes or more"
+        count = f"{nodes} node{'s' if nodes > 1 else ''}"
+        text += f", {targets.total * plan.gpus} GPUs, {targets.per_node} per node, so {count} or more"
     if intent.autoscaling is not None:
         limits = f"{intent.autoscaling.min_replicas} to {intent.autoscaling.max_replicas}"
         text += f"; replicas are set from outside ({intent.autoscaling.actuator}, {limits})"

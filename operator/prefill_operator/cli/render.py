@@ -11,12 +11,14 @@ from prefill_operator.children import desired_children
 from prefill_operator.cli.pool_file import (
     add_pool_arguments,
     add_settings_arguments,
+    explain_refusal,
     load_pools,
     load_settings_of,
     plan_of,
 )
 from prefill_operator.cli.targets import offline_targets
 from prefill_operator.cli.yaml_text import dump_yaml
+from prefill_operator.errors import PoolInvalid
 from prefill_operator.intent import read_intent
 from prefill_operator.manifest import Manifest
 from prefill_operator.model import ChildKind, CreatePod
@@ -24,7 +26,7 @@ from prefill_operator.names import PodIdentity, pod_name
 from prefill_operator.render_objects import render_object
 from prefill_operator.render_pod import render_pod
 from prefill_operator.render_policy import RenderPolicy
-from prefill_plan.errors import PlanError
+from prefill_plan.errors import ConfigError, PlanError
 from prefill_plan.model_spec import released_model_spec
 
 
@@ -44,9 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cmd_render(args: argparse.Namespace) -> int:
     policy = RenderPolicy.of(load_settings_of(args))
     optional = frozenset(ChildKind(kind) for kind in args.optional)
+    if args.pods < 0:
+        raise ConfigError(f"--pods {args.pods}: must be 0 or more")
     objects = []
     for pool in load_pools(args):
-        objects += render_pool(pool, policy, num_pods=args.pods, optional=optional)
+        try:
+            objects += render_pool(pool, policy, num_pods=args.pods, optional=optional)
+        except PoolInvalid as fault:
+            raise ConfigError(f"{pool.kind} {pool.name}: {explain_refusal(fault.message)}") from fault
     sys.stdout.write(dump_yaml(objects))
     return 0
 

@@ -1,12 +1,14 @@
 """`prefill-operator spares`: how many spares an availability takes, what fewer would give, and how often one runs short."""
 
 import argparse
+import math
 
 from prefill_operator.shortages import shortages_per_year
 from prefill_operator.spares import FailureRates, availability, failure_rates, spares_for
 from prefill_plan.errors import ConfigError
 
 _MORE_ROWS = 2
+_CAPPED_ROWS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,10 +56,11 @@ def cmd_spares(args: argparse.Namespace) -> int:
         f"{args.replicas} PEs of {args.ep} GPUs, {per_node} per node; a PE is down {rates.pe_down:.3%} of the time, {nodes}"
     )
     print(f"{'spares':>6}  {'GPUs':>5}  {'availability':>12}  {'shortages a year':>16}")
-    for spares in range(args.absent, found.spares + _MORE_ROWS + 1):
+    last = args.absent + _CAPPED_ROWS if found.capped else found.spares + _MORE_ROWS
+    for spares in range(args.absent, last + 1):
         print(_row(args, spares, per_node=per_node, rates=rates, is_answer=spares == found.spares and not found.capped))
     if found.capped:
-        print(f"target {args.target} is not reached with {found.spares} spares")
+        print(f"target {args.target:g} is not reached with up to {found.spares} spares")
         return 1
     return 0
 
@@ -87,8 +90,10 @@ def _check(args: argparse.Namespace) -> None:
     if args.node_mtbf_seconds is not None:
         positive["--node-mtbf-seconds"] = args.node_mtbf_seconds
     for option, value in positive.items():
-        if not value > 0:
-            raise ConfigError(f"{option} {value:g}: must be above 0")
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{option} {value:g}: must be above 0 and finite")
+    if args.gpus_per_node < args.ep:
+        raise ConfigError(f"--gpus-per-node {args.gpus_per_node}: one PE needs {args.ep} GPUs of one node (--ep)")
     if not 0.5 <= args.target < 1:
         raise ConfigError(f"--target {args.target:g}: must be from 0.5 to below 1")
     if not 1 <= args.replicas <= 1024:

@@ -4,7 +4,7 @@ import argparse
 
 from prefill_operator.api import Pool
 from prefill_operator.cli.pool_file import add_pool_arguments, load_pools, plan_of
-from prefill_operator.cli.targets import offline_targets
+from prefill_operator.cli.targets import offline_sizes, offline_targets
 from prefill_operator.plan import EP_STEPS
 from prefill_operator.steps import StepTimes, creation_steps, format_steps, rollout_steps
 from prefill_plan.errors import ConfigError, PlanError
@@ -39,7 +39,8 @@ def cmd_steps(args: argparse.Namespace) -> int:
             raise ConfigError(f"{option} {value:g}: must be above 0 and below a day")
     times = StepTimes(load_seconds=args.load_seconds, drain_seconds=args.drain_seconds)
     for index, pool in enumerate(load_pools(args)):
-        print(("\n" if index else "") + _story(pool, times, is_creation=args.create, old_ep=args.old_ep))
+        smallest = offline_sizes(pool)[0]
+        print(("\n" if index else "") + _story(smallest, times, is_creation=args.create, old_ep=args.old_ep))
     return 0
 
 

@@ -19,7 +19,8 @@ def parse_yaml(text: str, *, source: str) -> list[dict[str, Any]]:
     try:
         documents = list(yaml.safe_load_all(text))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
+        text = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        raise ConfigError(f"{source}: not YAML: {text}") from error
     for document in documents:
         if document is not None and not isinstance(document, dict):
             raise ConfigError(f"{source}: expected objects, found {type(document).__name__}")
