@@ -15,6 +15,8 @@ class Mma(StrEnum):
     FP8 = "fp8"
     BLOCK_SCALED = "block_scaled"
     """tcgen05 with block scales; sm_100 only."""
+    SYNC_BF16 = "sync_bf16"
+    """mma.sync on both chips: for products too narrow for the chip's own unit (mhc_turn: 24 columns, 32 rows)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

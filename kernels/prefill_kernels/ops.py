@@ -16,12 +16,15 @@ order and a fixed width.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from prefill_kernels.numerics import Numerics
 from prefill_kernels.weights import DenseWeight, EngramTable, ExpertWeights, MhcWeights, Weight
+
+if TYPE_CHECKING:
+    from prefill_kernels.gpu.chip import Chip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,13 +401,13 @@ class Ops(Protocol):
 
 
 def load_ops(name: str) -> Ops:
-    """The one place that chooses an implementation: "ref" (any machine) or "triton" (CUDA; not built yet).
+    """The one place that chooses an implementation: "ref" (any machine) or "triton" (a CUDA device of this process).
 
     "ref" pins torch to one CPU thread, process-wide: with another thread count some GEMM shapes differ in the last bit, and
     all processes that share KV must agree on every bit (decisions 22).
 
     Raises:
-        ValueError: another name, with the choices.
+        ValueError: another name, with the choices; or no GPU that the Triton set has configurations for.
     """
     match name:
         case "ref":
@@ -414,7 +417,31 @@ def load_ops(name: str) -> Ops:
 
             torch.set_num_threads(1)
             return ref
+        case "triton":
+            from prefill_kernels.gpu.triton_ops import triton_ops
+
+            return triton_ops(_cuda_chip())
         case _:
-            raise ValueError(
-                f"ops {name!r} is not available: expected 'ref' (the Triton set 'triton' is not built yet)"
-            )
+            raise ValueError(f"ops {name!r} is not available: expected 'ref' or 'triton'")
+
+
+def ops_identity(name: str) -> str:
+    """Names the arithmetic of an op set: engines whose identities differ may differ in a byte of KV, so they share none.
+
+    Raises:
+        ValueError: as load_ops.
+    """
+    return f"triton-{_cuda_chip().name.lower()}" if name == "triton" else name
+
+
+def _cuda_chip() -> "Chip":
+    import torch
+
+    from prefill_kernels.gpu.chip import chip_of
+
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "ops 'triton' runs on a CUDA device of compute capability 9.x or 10.x, and torch "
+            f"{torch.__version__} finds none here; with device = cpu use ops = ref"
+        )
+    return chip_of(torch.device("cuda"))

@@ -26,5 +26,5 @@ def test_ref_exports_the_protocol_and_nothing_else() -> None:
 
 
 def test_unknown_op_set_is_refused() -> None:
-    with pytest.raises(ValueError, match="ops 'cuda' is not available: expected 'ref'"):
+    with pytest.raises(ValueError, match="ops 'cuda' is not available: expected 'ref' or 'triton'"):
         load_ops("cuda")

@@ -12,7 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from prefill_engine.model.checkpoint_files import Catalogue, Problem, build_catalogue, raise_problems
+from prefill_engine.model.checkpoint_files import (
+    Catalogue,
+    LocatedTensor,
+    Problem,
+    build_catalogue,
+    raise_problems,
+)
 from prefill_engine.model.load_progress import LoadProgress
 from prefill_engine.model.parameters import (
     AttentionParameters,
@@ -24,6 +30,7 @@ from prefill_engine.model.parameters import (
     ModelParameters,
     MoeParameters,
 )
+from prefill_engine.model.safetensors_reader import StoredFile, StoredTensor
 from prefill_engine.model.shard_stream import ShardStream
 from prefill_engine.model.tensor_names import ExpectedTensor, build_expected_tensors, scale_name
 from prefill_kernels.weights import DenseWeight, EngramTable, ExpertWeights, Fp4Weight, Fp8Weight, MhcWeights, Weight
@@ -63,7 +70,7 @@ def load_parameters(
         raise ValueError(f"{expert_range} is no contiguous part of {spec.num_experts} experts")
     catalogue = build_catalogue(path)
     expected = build_expected_tensors(spec)
-    problems = _compare(catalogue, expected)
+    problems = compare_headers(catalogue, expected)
     if problems:
         raise_problems(path, problems)
     placement = _Placement(spec, catalogue, device=device, expert_range=expert_range)
@@ -81,7 +88,22 @@ def load_parameters(
     return parameters
 
 
-def _compare(catalogue: Catalogue, expected: dict[str, ExpectedTensor]) -> list[Problem]:
+def blank_parameters(spec: ModelSpec, *, device: torch.device, expert_range: range) -> ModelParameters:
+    """Parameters of the shapes and dtypes a checkpoint of this model has, values unset: for benchmarks, and on the "meta" device
+    for counting launches."""
+    no_file = StoredFile(path=Path("blank"), file_bytes=0, header=b"", tensors=())
+    tensors = {
+        name: LocatedTensor(
+            file=no_file,
+            stored=StoredTensor(name=name, dtype=tensor.dtypes[0], shape=tensor.shape, start=0, end=0),
+        )
+        for name, tensor in build_expected_tensors(spec).items()
+    }
+    catalogue = Catalogue(files=(), tensors=tensors, unreadable=frozenset(), problems=())
+    return _Placement(spec, catalogue, device=device, expert_range=expert_range).model()
+
+
+def compare_headers(catalogue: Catalogue, expected: dict[str, ExpectedTensor]) -> list[Problem]:
     """Headers against the config; names of damaged files are not reported once more as missing."""
     missing = []
     mismatched = []

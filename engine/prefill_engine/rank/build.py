@@ -37,6 +37,7 @@ from prefill_engine.rank.stepper import Stepper
 from prefill_engine.rank.store_worker import StoreWorker
 from prefill_engine.scheduler import check_scheduler_config
 from prefill_engine.swa_pool import SwaPool
+from prefill_kernels.ops import ops_identity
 from prefill_plan.config import Device, EngineConfig, StoreConfig, StoreKind
 from prefill_plan.errors import ConfigError
 from prefill_plan.kv_layout import BlockLayout, StateLayout, block_layout, state_layout
@@ -114,6 +115,7 @@ def build_rank(
 
 def _read_design(config: EngineConfig) -> _Design:
     device = _torch_device(config.device)
+    _check_ops(config)
     spec = load_model_spec(Path(config.model.path) / "config.json")
     check_scheduler_config(config.scheduler)
     if config.parallel.ep_size != 1:
@@ -225,6 +227,18 @@ def _progress_sender(mailbox: Mailbox, rank: int) -> Callable[[LoadProgress], No
 
 def _progress(rank: int, stage: str, done: int, total: int, unit: str, item: str) -> Progress:
     return Progress(rank=rank, stage=stage, done=done, total=total, unit=unit, item=item, at_ns=time.monotonic_ns())
+
+
+def _check_ops(config: EngineConfig) -> None:
+    """Said before a checkpoint of hundreds of gigabytes is read."""
+    if config.ops == "triton" and config.device is Device.CPU:
+        raise ConfigError(
+            "ops = triton with device = cpu: Triton kernels run on a GPU; set ops = ref for the CPU profile"
+        )
+    try:
+        ops_identity(config.ops)
+    except ValueError as error:
+        raise ConfigError(f"ops = {config.ops}: {error}") from error
 
 
 def _torch_device(device: Device) -> torch.device:

@@ -22,7 +22,7 @@ from prefill_engine.model.step import never_wait
 from prefill_engine.model.weights import load_parameters
 from prefill_engine.step_plan import ChunkPlan, StepPlan
 from prefill_kernels.numerics import PRODUCTION
-from prefill_kernels.ops import load_ops
+from prefill_kernels.ops import load_ops, ops_identity
 from prefill_plan.config import EngineConfig, Truncation
 from prefill_plan.errors import ConfigError
 from prefill_plan.kv_layout import BlockLayout, StateLayout
@@ -120,7 +120,7 @@ def read_digests(config: EngineConfig, layout: BlockLayout) -> ModelDigests:
         weights=weights_digest(path),
         tokenizer=tokenizer_digest(path),
         layout=layout.digest(),
-        numerics_class=f"{config.device}-{config.ops}-{config.kv.record_format}-invariant",
+        numerics_class=f"{config.device}-{ops_identity(config.ops)}-{config.kv.record_format}-invariant",
     )
 
 

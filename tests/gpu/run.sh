@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Checks every Triton kernel against `ref` on this machine's GPU and times kernels and whole steps: at most 10 minutes, no network.
+# Writes one JSON and one table to tests/bench/results (or --out DIR). Needs python >= 3.11 with torch >= 2.11, triton >= 3.6, numpy,
+# tokenizers and tqdm; `make gpu-site` puts what is still missing there (msgspec, for Python 3.12) into .gpu-site, to be carried along.
+#   tests/gpu/run.sh --dry-run    runs the script itself without a GPU
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+if [ -d .gpu-site ]; then PYTHONPATH="$PWD/.gpu-site${PYTHONPATH:+:$PYTHONPATH}"; fi
+export PYTHONPATH="$PWD/tests/gpu:$PWD/engine:$PWD/kernels:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRITON_DEFAULT_FP_FUSION=1
+exec "${PYTHON:-python3}" -m gpu_run "$@"

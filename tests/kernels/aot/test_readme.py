@@ -1,0 +1,64 @@
+"""kernels/README.md against the code: its ops, its marks, its compiled kernels."""
+
+import importlib
+from pathlib import Path
+
+from prefill_kernels.aot import cases, readme
+from prefill_kernels.gpu.chip import Chip
+from prefill_kernels.ops import Ops
+
+ROOT = Path(__file__).parents[3]
+TEXT = (ROOT / "kernels" / "README.md").read_text()
+NOT_IN_THE_PROTOCOL = {"take_images", "restore_images", "gather_blocks", "save_blocks"}
+
+
+def rows_of_ops() -> list[dict[str, str]]:
+    section = TEXT.partition("\n## Ops\n")[2].partition("\n## ")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+
+
+def test_each_op_has_a_row_that_names_its_module() -> None:
+    names = [row["op"].strip("`") for row in rows_of_ops()]
+    expected = [name for name in vars(Ops) if not name.startswith("_")]
+    assert sorted(names) == sorted({*expected, *NOT_IN_THE_PROTOCOL})
+    for row in rows_of_ops():
+        module = importlib.import_module(f"prefill_kernels.gpu.{row['module'].strip('`')}")
+        assert hasattr(module, row["op"].strip("`")), row
+
+
+def test_marks_are_earned() -> None:
+    """I: a test of the folder names the op. A: the module's kernels are compiled by the gate. G: a figure stands beside it."""
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests" / "kernels" / "gpu").glob("test_*.py"))
+    compiled = {case.op for _, case in cases.load_cases(list(Chip)).cases}
+    for row in rows_of_ops():
+        op = row["op"].strip("`")
+        earned = ["I"] if f"{op}(" in tests else []
+        earned += ["A"] if op in compiled or (set(_kernels_of(op)) <= compiled and _kernels_of(op)) else []
+        earned += ["G"] if row["measured (device, us, roofline %)"] else []
+        assert row["marks"].split() == earned, op
+
+
+def _kernels_of(op: str) -> tuple[str, ...]:
+    """Ops whose launches an op shares."""
+    return {"index_values": ("load_index",), "rms_norm": ("norm_rows",)}.get(op, ())
+
+
+def test_the_table_of_compiled_kernels_has_the_cases_of_the_modules() -> None:
+    """Launch, work and bounds; what the compiler makes of them is held against the table by `make aot`."""
+    catalogue = cases.load_cases(list(Chip))
+    assert catalogue.problems == ()
+    table = readme.parse(TEXT)
+    assert readme.differences(table, readme.rows_of(catalogue.cases), is_whole=True) == []
+    assert {row["op"] for row in table.values()} <= {row["op"].strip("`") for row in rows_of_ops()}
+
+
+def test_both_triton_versions_have_compiled_what_the_table_shows() -> None:
+    """A case of one chip only has cells of that chip only."""
+    empty = []
+    for name, row in readme.parse(TEXT).items():
+        for chip in Chip:
+            cells = [cell for column, cell in row.items() if column.startswith(chip.name.lower())]
+            if "-" in cells and set(cells) != {"-"}:
+                empty.append(name)
+    assert empty == []
