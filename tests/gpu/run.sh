@@ -5,6 +5,7 @@
 #   tests/gpu/run.sh --dry-run    runs the script itself without a GPU
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-if [ -d .gpu-site ]; then PYTHONPATH="$PWD/.gpu-site${PYTHONPATH:+:$PYTHONPATH}"; fi
+PYTHON=${PYTHON:-python3}
+if ! "$PYTHON" -c 'import msgspec' 2>/dev/null && [ -d .gpu-site ]; then PYTHONPATH="$PWD/.gpu-site${PYTHONPATH:+:$PYTHONPATH}"; fi
 export PYTHONPATH="$PWD/tests/gpu:$PWD/engine:$PWD/kernels:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRITON_DEFAULT_FP_FUSION=1
-exec "${PYTHON:-python3}" -m gpu_run "$@"
+exec "$PYTHON" -m gpu_run "$@"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from gpu_run.run_clock import RunLog
+from gpu_run.sections import show
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -43,7 +44,7 @@ def report_text(about: dict[str, str], results: dict[str, Any], skipped: list[st
     """The readable table; a figure that was not measured is "-"."""
     lines = ["# GPU run", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
     for name, value in results.get("calibration", {}).items():
-        lines.append(f"- {name}: {_number(value)}")
+        lines.append(f"- {name}: {show(value)}")
     verdicts = results.get("correctness", {})
     wrong = [f"{name} ({verdict})" for name, verdict in verdicts.items() if verdict != "ok"]
     lines += [
@@ -56,20 +57,14 @@ def report_text(about: dict[str, str], results: dict[str, Any], skipped: list[st
         "| --- | --- | --- | --- | --- |",
     ]
     for row in results.get("kernels", []):
-        spread = f"{_number(row['ms'])} ({_number(row['low'])} to {_number(row['high'])})"
-        lines.append(f"| {row['op']} | {row['rows']} | {spread} | {row['bound'] or '-'} | {_number(row['share'])} |")
+        spread = f"{show(row['ms'])} ({show(row['low'])} to {show(row['high'])})"
+        lines.append(f"| {row['op']} | {row['rows']} | {spread} | {row['bound'] or '-'} | {show(row['share'])} |")
     lines += ["", "| step rows | replay | ms (low to high) | tokens/s |", "| --- | --- | --- | --- |"]
     for row in results.get("steps", []):
-        spread = f"{_number(row['ms'])} ({_number(row['low'])} to {_number(row['high'])})"
-        lines.append(
-            f"| {row['rows']} | {'yes' if row['replay'] else 'no'} | {spread} | {_number(row['tokens_per_s'])} |"
-        )
+        spread = f"{show(row['ms'])} ({show(row['low'])} to {show(row['high'])})"
+        lines.append(f"| {row['rows']} | {'yes' if row['replay'] else 'no'} | {spread} | {show(row['tokens_per_s'])} |")
     fit = results.get("fit", {})
-    lines += ["", f"step = {_number(fit.get('a_ms'))} ms + {_number(fit.get('b_us_per_token'))} us x tokens"]
+    lines += ["", f"step = {show(fit.get('a_ms'))} ms + {show(fit.get('b_us_per_token'))} us x tokens"]
     lines += ["", "Skipped: " + ("; ".join(skipped) if skipped else "nothing")]
     lines += [f"Failed: {name[:-7]}: {value}" for name, value in results.items() if name.endswith(" failed")]
     return "\n".join(lines) + "\n"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"

@@ -55,7 +55,7 @@ def calibrate(bench: Bench) -> None:
 def check_ops(bench: Bench, *, shapes: OpShapes = RELEASED, rows: int = 300, entries: int = 4096) -> None:
     """Every op case at a few rows against `ref` on the same device."""
     verdicts: dict[str, str] = {}
-    for case in op_cases(shapes, Scale(rows=rows, entries=entries, experts=4)):
+    for case in op_cases(shapes, Scale(rows=rows, entries=entries, experts=8)):
         if not bench.log.has_time(f"check {case.name}", 15):
             break
         verdicts[case.name] = _verdict(bench, case)
@@ -66,18 +66,18 @@ def check_ops(bench: Bench, *, shapes: OpShapes = RELEASED, rows: int = 300, ent
     bench.log.results["correctness"] = verdicts
 
 
-def time_ops(bench: Bench, *, rows: Sequence[int] = (32768, 8192), shapes: OpShapes = RELEASED) -> None:
+def time_ops(bench: Bench, num_rows: int, *, shapes: OpShapes = RELEASED) -> None:
     """Kernel times at the model's shapes, with the share of the calibrated peak that bounds each."""
-    table: list[dict[str, Any]] = []
+    table: list[dict[str, Any]] = bench.log.results.setdefault("kernels", [])
     peaks = bench.log.results.get("calibration", {})
-    for num_rows in rows:
-        for case in op_cases(shapes, Scale(rows=num_rows, entries=65536, experts=52)):
-            if not bench.log.has_time(f"time {case.name} at {num_rows} rows", 12):
-                continue
-            row = _timed(bench, case, num_rows, peaks)
-            table.append(row)
-            bench.log.say(f"{case.name} {num_rows} rows: {row['ms']} ms, {row['bound']} share {row['share']}")
-    bench.log.results["kernels"] = table
+    for case in op_cases(shapes, Scale(rows=num_rows, entries=65536, experts=52)):
+        if not bench.log.has_time(f"time {case.name} at {num_rows} rows", 12):
+            continue
+        row = _timed(bench, case, num_rows, peaks)
+        table.append(row)
+        bench.log.say(
+            f"{case.name}, {num_rows} rows: {show(row['ms'])} ms, {show(row['share'])} of {row['bound'] or 'peak'}"
+        )
 
 
 def _timed(bench: Bench, case: OpCase, num_rows: int, peaks: dict[str, Any]) -> dict[str, Any]:
@@ -103,6 +103,11 @@ def roofline(flops: float, num_bytes: float, millis: float | None, peaks: dict[s
         return {"bound": "", "share": None}
     compute, memory = flops / (tflops * 1e9), num_bytes / (bandwidth * 1e6)
     return {"bound": "bf16 MMA" if compute >= memory else "memory", "share": max(compute, memory) / millis}
+
+
+def show(value: float | None) -> str:
+    """Four digits; "-" for a figure that was not measured."""
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _verdict(bench: Bench, case: OpCase) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from gpu_run.sections import SEED, Bench
+from gpu_run.sections import SEED, Bench, show
 from gpu_run.stopwatch import Timing
 from torch import Tensor
 
@@ -50,7 +50,7 @@ def time_steps(bench: Bench, model: DeepseekV41Flash, rows: Sequence[int]) -> No
             row = {"rows": num_rows, "replay": is_last, "ms": timing.median, "low": timing.low, "high": timing.high}
             row["tokens_per_s"] = None if timing.median is None else num_rows / timing.median * 1000
             table.append(row)
-            bench.log.say(f"{name}: {timing.median} ms, {row['tokens_per_s']} tokens/s")
+            bench.log.say(f"{name}: {show(timing.median)} ms, {show(row['tokens_per_s'])} tokens/s")
 
 
 def _time_step(bench: Bench, model: DeepseekV41Flash, shape: StepShape) -> Timing:

@@ -1,0 +1,84 @@
+"""The GPU script without a GPU: its dry run end to end, and the arithmetic of its report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu_run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script's package."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "gpu"))
+    import gpu_run.report
+    import gpu_run.sections
+    import gpu_run.steps
+
+    return gpu_run
+
+
+@pytest.mark.slow
+def test_dry_run_goes_through_every_part_and_measures_nothing(tmp_path: Path) -> None:
+    done = _run("--dry-run", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = tmp_path.glob("gpu_meta_*.json")
+    result = json.loads(path.read_text())
+    assert not [name for name in result if name.endswith(" failed")]
+    assert result["skipped"] == []
+    assert result["dry_run_launches"] > 1000
+    assert {row["ms"] for row in result["kernels"] + result["steps"]} == {None}
+    assert set(result["correctness"].values()) == {"dry run"}
+    (table,) = tmp_path.glob("gpu_meta_*.md")
+    assert "Ops equal to `ref`: 0 of" in table.read_text()
+
+
+def test_without_a_gpu_it_says_so_and_measures_nothing(tmp_path: Path) -> None:
+    done = _run("--out", str(tmp_path))
+    assert done.returncode == 1
+    assert "torch sees no CUDA device; nothing was measured" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_the_budget_is_named(gpu_run: Any) -> None:
+    log = gpu_run.report.RunLog(budget=5.0)
+    assert not log.has_time("steps", 90)
+    assert log.has_time("calibration", 1)
+    assert log.skipped[0].startswith("steps: 90 s needed, ")
+
+
+def test_fit_and_roofline(gpu_run: Any) -> None:
+    fit = gpu_run.steps.fit_line([(4096, 65.96), (8192, 106.92), (32768, 352.68)])
+    assert fit["a_ms"] == pytest.approx(25.0, abs=1e-6)
+    assert fit["b_us_per_token"] == pytest.approx(10.0, abs=1e-6)
+    assert gpu_run.steps.fit_line([(4096, 66.0)]) == {"a_ms": None, "b_us_per_token": None}
+    peaks = {"bf16_tflops": 800.0, "copy_gb_per_s": 4000.0}
+    bound = gpu_run.sections.roofline(8e12, 4e9, 20.0, peaks)
+    assert bound == {"bound": "bf16 MMA", "share": pytest.approx(0.5)}
+    assert gpu_run.sections.roofline(0, 4e9, 2.0, peaks) == {"bound": "memory", "share": pytest.approx(0.5)}
+    assert gpu_run.sections.roofline(8e12, 4e9, None, peaks)["share"] is None
+
+
+def test_comparison_tells_what_differs(gpu_run: Any) -> None:
+    compare = gpu_run.sections.compare
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert compare([x], [x], exact=True) == "ok"
+    assert compare([x], [x + 0.5], exact=False).startswith("output 0: relative L2 error")
+    assert compare([x * float("nan")], [x], exact=False).startswith("output 0: relative L2 error nan")
+    assert compare([x.int()], [x.int() + 1], exact=False) == "output 0: 0.000 % of values equal"
+    assert compare([x[:1]], [x], exact=False).startswith(
+        "output 0: torch.bfloat16 (1, 64), ref torch.bfloat16 (64, 64)"
+    )
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable}
+    return subprocess.run(
+        [ROOT / "tests" / "gpu" / "run.sh", *arguments], env=environment, capture_output=True, text=True, timeout=280
+    )
