@@ -46,10 +46,11 @@ def report_text(about: dict[str, str], results: dict[str, Any], skipped: list[st
     for name, value in results.get("calibration", {}).items():
         lines.append(f"- {name}: {show(value)}")
     verdicts = results.get("correctness", {})
-    wrong = [f"{name} ({verdict})" for name, verdict in verdicts.items() if verdict != "ok"]
+    wrong = [f"{name} ({verdict})" for name, verdict in verdicts.items() if verdict not in ("ok", "dry run")]
+    num_right = sum(verdict == "ok" for verdict in verdicts.values())
     lines += [
         "",
-        f"Ops equal to `ref`: {len(verdicts) - len(wrong)} of {len(verdicts)}. {'; '.join(wrong)}".rstrip(),
+        f"Ops equal to `ref`: {num_right} of {len(verdicts)}. {'; '.join(wrong)}".rstrip(),
         "",
     ]
     lines += [
