@@ -7,10 +7,10 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml charts/
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint unit test-kv-kills soak-kv bench protos lock clean images test-cluster test-cluster-short bench-cluster demo-cluster demo-cluster-down
+.PHONY: help setup demo test lint unit test-kv-kills soak-kv bench bench-peers aot aot-triton36 gpu-site protos lock clean images test-cluster test-cluster-short bench-cluster demo-cluster demo-cluster-down
 
 help:
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## create .venv with the locked dependencies (idempotent)
 
@@ -48,6 +48,31 @@ soak-kv: setup  ## random requests, kills and store faults on two nodes, every a
 bench: setup  ## benchmarks that run on a CPU (figures, not tests)
 	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
 
+AOT := $(BIN)/python -m prefill_kernels.aot --check-readme kernels/README.md
+
+aot: setup  ## compile every kernel for sm_90 and sm_100 (no GPU needed): spills, memory, matrix instructions, table in kernels/README.md
+	$(AOT)
+
+# The version on the GPU machine of the project; it lies beside the checkout's caches, 640 MB unpacked.
+TRITON36 := $(HOME)/.cache/prefill/triton-3.6.0
+
+aot-triton36: setup $(TRITON36)  ## the same gate with triton 3.6.0
+	PYTHONPATH=$(TRITON36) $(AOT)
+
+$(TRITON36):
+	$(VENV)-tools/bin/uv pip install --quiet --no-deps --require-hashes --python $(BIN)/python --target $@.part -r kernels/triton-3.6.0.lock
+	mv $@.part $@
+
+# What a bare GPU machine (Python 3.12, torch, triton) lacks for tests/gpu/run.sh; the folder is ignored and carried along.
+gpu-site: setup  ## wheels that tests/gpu/run.sh needs beside torch and triton, for a GPU machine without network, into .gpu-site
+	$(VENV)-tools/bin/uv pip install --quiet --no-deps --python-version 3.12 --target .gpu-site "$$(grep -o '^msgspec==[0-9.]*' requirements.lock)"
+
+# Some gigabytes from the package registry, and Debian's fio and libibverbs1; a few minutes, on cores that are idle.
+PEERS := $(VENV)-peers
+bench-peers: setup  ## kvd's store beside LMCache, NIXL and Mooncake (pinned, in .venv-peers) on the same bytes, into tests/bench/results
+	tests/bench/peers/setup.sh $(VENV)-tools/bin/uv $(PEERS)
+	$(BIN)/python tests/bench/peers/compare.py --peers-python $(PEERS)/bin/python --results tests/bench/results/kv_peers.md
+
 protos: setup  ## regenerate engine/prefill_engine/rpc/*_pb2*
 	$(BIN)/python -m prefill_engine.rpc.generate
 
@@ -77,4 +102,4 @@ demo-cluster-down: setup  ## end the cluster of demo-cluster
 	$(BIN)/python tests/cluster/demo.py down
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(VENV)-tools .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tools $(VENV)-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -115,6 +115,7 @@ def _completed(completed: prefill_pb2.Completed) -> timeline.Completed:
             replayed_tokens=usage.replayed_tokens,
             image_tokens=usage.image_tokens,
             kv_bytes_moved=usage.kv_bytes_moved,
+            already_cached_tokens=usage.already_cached_tokens,
         ),
         stages=tuple(
             timeline.Stage(

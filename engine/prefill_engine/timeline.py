@@ -107,6 +107,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     replayed_tokens: int
     image_tokens: int
     kv_bytes_moved: int
+    already_cached_tokens: int = 0
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

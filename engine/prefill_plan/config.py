@@ -76,6 +76,14 @@ class ServerConfig(Struct):
     """From process start to ready; exit 1 when passed and progress stood still for 60 s (C44)."""
 
 
+class TlsConfig(Struct):
+    """PEM files of a mutual TLS; all empty = plain TCP inside the pod network."""
+
+    certificate: str = ""
+    key: str = ""
+    authority: str = ""
+
+
 class HandoffConfig(Struct):
     ticket_seconds: float = 30.0
     """Lease of a ticket; renewable (decision 16)."""
@@ -86,6 +94,8 @@ class HandoffConfig(Struct):
     data_port: int = 0
     """First listener of the ranks' data transport for decode peers (rank n: data_port + n); 0 = any free port, -1 = none: then
     KV is handed over through gRPC only and nothing can be pushed."""
+    tls: TlsConfig = TlsConfig()
+    """Of that data transport, both ways: decode peers then need a certificate of the same authority. gRPC ports stay plain."""
     piece_seconds: float = 5.0
     """Longest wait for one piece of a push (about 1 MiB); then the peer counts as lost and its connection is closed."""
 
@@ -129,6 +139,9 @@ class KvdLink(Struct):
     """Longest wait for one look-up; later means no hit."""
     swap_in_seconds: float = 2.0
     """Longest wait for a whole hit; then it is cut to what is there (serving.md 1.1)."""
+    snapshot_seconds: float = 0.025
+    """Longest wait of a hit for a window snapshot that a peer sends; then its window is replayed. kvd gives its pull 20 ms
+    (pull_deadline_seconds), and its word of the end takes a moment."""
     gate_seconds: float = 0.020
     """Longest stand-still of a layer gate inside a step; then the attempt's rows are discarded and it runs again (C18)."""
 

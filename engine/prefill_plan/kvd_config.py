@@ -5,7 +5,7 @@ Same rules as EngineConfig: field docs give unit, range and the reason of the de
 
 from enum import StrEnum
 
-from prefill_plan.config import Struct
+from prefill_plan.config import Struct, TlsConfig
 
 
 class KvdStoreKind(StrEnum):
@@ -40,14 +40,6 @@ class KvdStoreConfig(Struct):
     usrbio_library: str = "libhf3fs_api_shared.so"
     usrbio_mount: str = ""
     """Mount point of 3FS; "" = path's mount."""
-
-
-class TlsConfig(Struct):
-    """PEM files of a mutual TLS; all empty = plain TCP inside the pod network."""
-
-    certificate: str = ""
-    key: str = ""
-    authority: str = ""
 
 
 class TransportConfig(Struct):

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -11,7 +10,6 @@ import pytest
 from prefill_engine.client_events import to_duration
 from prefill_engine.front.call import PushPlan
 from prefill_engine.front.grants import CallKind, Grants, SinkAnswer, SinkCall
-from prefill_engine.front.served_model import EngineIdentity, ServedModel, build_served_model
 from prefill_engine.front.sink_calls import SinkCaller
 from prefill_engine.front.tickets import Ticket, Tickets
 from prefill_engine.handoff_pieces import PieceChecks, checksums, cut_pieces
@@ -23,22 +21,14 @@ from prefill_engine.rpc import common_pb2, handoff_pb2, handoff_pb2_grpc, prefil
 from prefill_engine.rpc.convert import format_message
 from prefill_engine.sink_grants import SinkState
 from prefill_plan.kvd_config import TransportConfig
-from prefill_plan.model_spec import load_model_spec
-from prefill_testing.engine_rig import IDENTITY, TINY_MODEL, tiny_config
-from prefill_testing.fake_rank import ready_message
+from prefill_testing.engine_rig import tiny_config
+from prefill_testing.fake_rank import tiny_served_model
 
 TOKENS = 300
 KEY = common_pb2.AttemptKey(request_id="r", attempt=1, attempt_id=b"a" * 16)
 
 
-def _served() -> ServedModel:
-    config, spec = tiny_config(), load_model_spec(Path(TINY_MODEL))
-    identity = EngineIdentity(engine_id=IDENTITY.engine_id, epoch=1, endpoint="127.0.0.1:1", zone="", build="")
-    ready = ready_message(0, spec, config, data_port=7)
-    return build_served_model(config, spec, identity=identity, ranks=[ready])
-
-
-SERVED = _served()
+SERVED = tiny_served_model(tiny_config())
 FORMAT = format_message(SERVED.format)
 LENGTHS = SERVED.format.lengths(TOKENS)
 CONTENT = {kind: bytes((kind * 31 + i) % 256 for i in range(length)) for kind, length in LENGTHS.items()}

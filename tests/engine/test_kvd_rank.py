@@ -199,18 +199,6 @@ def test_pulled_snapshot_that_arrives_before_the_first_chunk_spares_the_replay(
     rank.close()
 
 
-def test_pulled_snapshot_is_never_waited_for(kvd: FakeKvd, replayed: dict[int, bytes]) -> None:
-    rank = RankHarness(kvd_config(kvd.socket))
-    kvd.pulling = True
-    again = make_submit(tiny_tokens(LONG), attempt=2)
-    rank.submit(again)
-    assert computed_bytes(rank, again) == replayed
-    kvd.deliver_snapshots()
-    settle(rank, again)
-    rank.assert_nothing_held()
-    rank.close()
-
-
 def test_pulled_snapshot_that_arrives_during_the_first_chunk_changes_nothing(
     kvd: FakeKvd, replayed: dict[int, bytes]
 ) -> None:

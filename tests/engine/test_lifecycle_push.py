@@ -15,7 +15,13 @@ from prefill_testing.lifecycle_rig import LifecycleRig, call_of, kinds_of, reaso
 
 REGION = PushRegion(kind=1, transport="tcp", endpoint="d:2", key=b"k" * 32, piece_bytes=8, offset=0, num_bytes=10)
 PLAN = PushPlan(
-    endpoint="d:1", engine_id="d1", grant_id=b"g" * 16, lease_seconds=30.0, regions=(REGION,), early_send=True
+    endpoint="d:1",
+    engine_id="d1",
+    grant_id=b"g" * 16,
+    lease_seconds=30.0,
+    regions=(REGION,),
+    early_send=True,
+    already_cached_tokens=128,
 )
 
 
@@ -70,6 +76,7 @@ def test_accepted_push_releases_the_rank_and_completes_delivered():
     assert isinstance(attempt.outcome, Completed)
     assert attempt.outcome.handoff is not None
     assert (attempt.outcome.handoff.state, attempt.outcome.handoff.bytes_done) == ("DELIVERED", 10)
+    assert attempt.outcome.usage.already_cached_tokens == 128
     assert (rig.kinds_sent(), calls_made(rig)) == (["Submit", "Release"], ["offer"])
     assert rig.lifecycle.grants.num_open == 0
 

@@ -31,6 +31,9 @@ def served_by(*, store: StoreKind = StoreKind.FILE, data_port: int = 7000) -> Se
 SERVED = served_by()
 
 
+BLOCK_BYTES = SERVED.format.lengths(128)[1]
+
+
 def push_plan(**changes: object) -> prefill_pb2.HandoffPlan:
     plan = Plan(mode=Plan.PUSH, decode_endpoint="d:1", decode_engine_id="d1", early_send=True)
     plan.push.grant_id = b"g" * 16
@@ -91,15 +94,19 @@ def test_push_plan_becomes_places_for_every_component():
     )
 
 
-def test_blocks_that_the_decode_side_has_may_be_left_out():
+@pytest.mark.parametrize(
+    ("offset", "cached"), [(1000, 0), (BLOCK_BYTES, 128), (2 * BLOCK_BYTES - 1, 128)], ids=["less", "one", "almost-two"]
+)
+def test_blocks_that_the_decode_side_has_may_be_left_out(offset: int, cached: int):
     blocks = SERVED.format.lengths(TOKENS)[1]
     plan = push_plan()
     kept = [part for part in plan.push.regions if part.kind != 1]
     del plan.push.regions[:]
-    plan.push.regions.extend([*kept, region(1, blocks - 1000, offset=1000)])
+    plan.push.regions.extend([*kept, region(1, blocks - offset, offset=offset)])
     push = parse_handoff(request_with(plan), SERVED).push
     assert push is not None
-    assert [(each.offset, each.num_bytes) for each in push.regions if each.kind == 1] == [(1000, blocks - 1000)]
+    assert [(each.offset, each.num_bytes) for each in push.regions if each.kind == 1] == [(offset, blocks - offset)]
+    assert push.already_cached_tokens == cached, "whole blocks count"
 
 
 def change_region(kind: int, change: Callable[[prefill_pb2.ComponentRegions], object]) -> prefill_pb2.HandoffPlan:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from prefill_testing.segment_media import Medium, open_medium
+
 SOURCE = Path(__file__).parent / "fake_hf3fs" / "fake_hf3fs.c"
 
 
@@ -90,6 +92,12 @@ def disk_path(tmp_path: Path) -> Iterator[Path]:
                 yield Path(path)
             return
     pytest.skip("no writable directory on a disk: O_DIRECT can't be tried")
+
+
+@pytest.fixture(params=["file", "direct", "usrbio"])
+def medium(request: pytest.FixtureRequest) -> Iterator[Medium]:
+    """Each medium in turn."""
+    yield from open_medium(request)
 
 
 def _file_system(path: Path) -> str:

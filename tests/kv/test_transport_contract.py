@@ -16,8 +16,9 @@ from prefill_engine.kv.transport.choose import build_transport
 from prefill_engine.kv.transport.contract import PullState, Source, Transport
 from prefill_engine.kv.transport.loop import LoopHub, LoopTransport
 from prefill_engine.kv.transport.nixl_agent import load_library
+from prefill_plan.config import TlsConfig
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import TlsConfig, TransportConfig, TransportKind
+from prefill_plan.kvd_config import TransportConfig, TransportKind
 from prefill_testing.certificates import make_tls
 from prefill_testing.in_loop import in_loop
 

@@ -1,55 +1,25 @@
-"""TcpTransport against peers that send garbage, too much, too little, or stop; limits, TLS, and the header on its own."""
+"""TcpTransport against peers that send garbage, too much, too little, or stop; and its limits."""
 
 import asyncio
 import contextlib
-import ssl
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from prefill_engine.kv.transport.contract import PullOutcome, PullState, Source
+from prefill_engine.kv.transport.contract import PullState, Source
 from prefill_engine.kv.transport.frame import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
     Frame,
-    FrameError,
     Op,
-    Refusal,
-    decode,
     encode,
 )
-from prefill_engine.kv.transport.tcp import TcpTransport
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import TlsConfig, TransportConfig
-from prefill_testing.certificates import make_tls
 from prefill_testing.in_loop import in_loop
 from prefill_testing.raw_peer import Writer, raw_client, raw_server, read_frame, until
-
-_KEY = bytes(range(33))
-_DATA = b"abcdefgh"
-_SECONDS = 20.0
-_HELD: list[int] = []
-
-
-def transport(tls: TlsConfig | None = None, *, port: int = 0, links: int = 32, out: int = 8) -> TcpTransport:
-    config = TransportConfig(host="127.0.0.1", port=port, tls=tls or TlsConfig())
-    return TcpTransport(config, max_links_per_peer=links, max_links_to_peer=out)
-
-
-def find(key: bytes) -> Source | None:
-    if key != _KEY:
-        return None
-    _HELD.append(1)
-    return Source(view=memoryview(_DATA), fd=-1, offset=0, release=_HELD.pop)
-
-
-async def pull(side: TcpTransport, endpoint: str, target: bytearray, *, seconds: float = _SECONDS) -> PullOutcome:
-    return await side.pull(endpoint, _KEY, memoryview(target), deadline_seconds=seconds)
+from prefill_testing.tcp_scene import DATA, HELD, KEY, SECONDS, find, pull, transport
 
 
 def data_frame(question: Frame, **changes: object) -> bytes:
@@ -71,17 +41,17 @@ def say(make: Callable[[Frame], bytes], *, close: bool = False) -> Answer:
 
 BAD_ANSWERS = {
     "garbage": say(lambda _q: b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(HEADER_BYTES)),
-    "other version": say(lambda q: data_frame(q)[:4] + b"\x09" + data_frame(q)[5:] + _DATA),
-    "unknown op": say(lambda q: data_frame(q)[:5] + b"\xee" + data_frame(q)[6:] + _DATA),
-    "longer": say(lambda q: data_frame(q, length=9) + _DATA + b"i"),
-    "shorter": say(lambda q: data_frame(q, length=7) + _DATA),
+    "other version": say(lambda q: data_frame(q)[:4] + b"\x09" + data_frame(q)[5:] + DATA),
+    "unknown op": say(lambda q: data_frame(q)[:5] + b"\xee" + data_frame(q)[6:] + DATA),
+    "longer": say(lambda q: data_frame(q, length=9) + DATA + b"i"),
+    "shorter": say(lambda q: data_frame(q, length=7) + DATA),
     "length without end": say(lambda q: data_frame(q)[:16] + struct.pack("<Q", 1 << 60) + data_frame(q)[24:]),
-    "of another exchange": say(lambda q: data_frame(q, exchange=q.exchange + 1) + _DATA),
-    "of another key": say(lambda q: data_frame(q, key=bytes(33)) + _DATA),
+    "of another exchange": say(lambda q: data_frame(q, exchange=q.exchange + 1) + DATA),
+    "of another key": say(lambda q: data_frame(q, key=bytes(33)) + DATA),
     "another kind": say(lambda q: encode(replace(q, op=Op.STORED))),
     "nothing, then the end": say(lambda _q: b"", close=True),
     "half a header, then the end": say(lambda q: data_frame(q)[:30], close=True),
-    "half the payload, then the end": say(lambda q: data_frame(q) + _DATA[:4], close=True),
+    "half the payload, then the end": say(lambda q: data_frame(q) + DATA[:4], close=True),
 }
 
 
@@ -104,11 +74,11 @@ async def test_a_wrong_answer_is_a_failure_and_the_connection_is_dropped(name: s
 async def test_too_many_bytes_end_the_connection_but_not_the_pull() -> None:
     side = transport()
     try:
-        async with raw_server(say(lambda q: data_frame(q) + _DATA + b"more")) as server:
+        async with raw_server(say(lambda q: data_frame(q) + DATA + b"more")) as server:
             for attempt in (1, 2):
                 target = bytearray(8)
                 outcome = await pull(side, server.endpoint, target)
-                assert (outcome.state, target, server.connections) == (PullState.DONE, _DATA, attempt)
+                assert (outcome.state, target, server.connections) == (PullState.DONE, DATA, attempt)
     finally:
         await side.close()
 
@@ -119,7 +89,7 @@ async def test_a_peer_that_stops_is_late_and_what_it_sends_later_lands_nowhere(s
     rest: list[bytes] = []
 
     async def stop(question: Frame, writer: Writer) -> None:
-        whole = data_frame(question) + _DATA
+        whole = data_frame(question) + DATA
         writer.write(whole[:sent])
         rest.append(whole[sent:])
 
@@ -157,7 +127,7 @@ async def test_connections_are_reused_and_a_stale_one_is_replaced_in_the_same_pu
             await second.close()
     finally:
         await side.close()
-    assert _HELD == []
+    assert HELD == []
 
 
 @in_loop
@@ -228,13 +198,13 @@ async def test_connections_beyond_the_limit_are_refused_and_come_back() -> None:
 
 QUESTIONS = {
     "garbage": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".ljust(HEADER_BYTES),
-    "an answer": encode(Frame(op=Op.DATA, exchange=1, key=_KEY)),
-    "length beyond the limit": encode(Frame(op=Op.PUT, exchange=1, key=_KEY))[:16]
+    "an answer": encode(Frame(op=Op.DATA, exchange=1, key=KEY)),
+    "length beyond the limit": encode(Frame(op=Op.PUT, exchange=1, key=KEY))[:16]
     + struct.pack("<Q", MAX_PAYLOAD_BYTES + 1)
-    + encode(Frame(op=Op.PUT, exchange=1, key=_KEY))[24:],
-    "a key too short": encode(Frame(op=Op.GET, exchange=1, key=_KEY))[:7]
+    + encode(Frame(op=Op.PUT, exchange=1, key=KEY))[24:],
+    "a key too short": encode(Frame(op=Op.GET, exchange=1, key=KEY))[:7]
     + b"\x04"
-    + encode(Frame(op=Op.GET, exchange=1, key=_KEY))[8:],
+    + encode(Frame(op=Op.GET, exchange=1, key=KEY))[8:],
 }
 
 
@@ -260,7 +230,7 @@ async def test_a_caller_that_stops_in_its_header_holds_up_nobody() -> None:
     endpoint = await server.listen(find)
     try:
         async with raw_client(endpoint) as (_, writer):
-            writer.write(encode(Frame(op=Op.GET, exchange=1, key=_KEY, length=8))[:20])
+            writer.write(encode(Frame(op=Op.GET, exchange=1, key=KEY, length=8))[:20])
             await writer.drain()
             assert (await pull(side, endpoint, bytearray(8))).state is PullState.DONE
     finally:
@@ -281,7 +251,7 @@ async def test_a_caller_that_never_reads_pins_its_source_for_a_bounded_time() ->
     endpoint = await server.listen(find_big)
     try:
         async with raw_client(endpoint) as (_, writer):
-            writer.write(encode(Frame(op=Op.GET, exchange=1, key=_KEY, length=len(big), patience_ms=50)))
+            writer.write(encode(Frame(op=Op.GET, exchange=1, key=KEY, length=len(big), patience_ms=50)))
             await until(lambda: held == [1])
             await until(lambda: held == [])
     finally:
@@ -295,10 +265,10 @@ async def test_revoking_in_mid_push_ends_it_at_once() -> None:
     endpoint = await server.listen(find)
     target = bytearray(size)
     done: list[int] = []
-    revoke = server.accept(_KEY, memoryview(target), lambda: done.append(1))
+    revoke = server.accept(KEY, memoryview(target), lambda: done.append(1))
     try:
         async with raw_client(endpoint) as (reader, writer):
-            writer.write(encode(Frame(op=Op.PUT, exchange=1, key=_KEY, length=size)))
+            writer.write(encode(Frame(op=Op.PUT, exchange=1, key=KEY, length=size)))
             assert (await read_frame(reader)).op is Op.GRANTED
             writer.write(b"x" * (size // 2))
             await until(lambda: target[0] == ord("x"))
@@ -318,17 +288,17 @@ async def test_a_push_that_breaks_off_may_be_tried_again() -> None:
     endpoint = await server.listen(find)
     target = bytearray(8)
     done: list[int] = []
-    server.accept(_KEY, memoryview(target), lambda: done.append(1))
+    server.accept(KEY, memoryview(target), lambda: done.append(1))
     try:
         async with raw_client(endpoint) as (reader, writer):
-            writer.write(encode(Frame(op=Op.PUT, exchange=1, key=_KEY, length=8)) + b"abcd")
+            writer.write(encode(Frame(op=Op.PUT, exchange=1, key=KEY, length=8)) + b"abcd")
             assert (await read_frame(reader)).op is Op.GRANTED
-            busy = await side.push(endpoint, _KEY, memoryview(_DATA), deadline_seconds=_SECONDS)
+            busy = await side.push(endpoint, KEY, memoryview(DATA), deadline_seconds=SECONDS)
             assert (busy.state, busy.reason) == (PullState.FAILED, "refused: no_grant")
         await until(lambda: server.counters.get("lost", 0) == 1)
         assert done == []
-        outcome = await side.push(endpoint, _KEY, memoryview(_DATA), deadline_seconds=_SECONDS)
-        assert (outcome.state, target, done) == (PullState.DONE, _DATA, [1])
+        outcome = await side.push(endpoint, KEY, memoryview(DATA), deadline_seconds=SECONDS)
+        assert (outcome.state, target, done) == (PullState.DONE, DATA, [1])
     finally:
         await side.close()
         await server.close()
@@ -354,7 +324,7 @@ async def test_closing_a_peer_ends_the_pulls_from_it() -> None:
 @in_loop
 async def test_an_error_of_our_own_while_serving_ends_that_connection_only(caplog: pytest.LogCaptureFixture) -> None:
     def broken(key: bytes) -> Source | None:
-        if key == _KEY:
+        if key == KEY:
             raise RuntimeError("pool is gone")
         return None
 
@@ -362,62 +332,12 @@ async def test_an_error_of_our_own_while_serving_ends_that_connection_only(caplo
     endpoint = await server.listen(broken)
     try:
         assert (await pull(side, endpoint, bytearray(8))).state is PullState.FAILED
-        other = await side.pull(endpoint, bytes(32), memoryview(bytearray(8)), deadline_seconds=_SECONDS)
+        other = await side.pull(endpoint, bytes(32), memoryview(bytearray(8)), deadline_seconds=SECONDS)
         assert other.state is PullState.ABSENT
     finally:
         await side.close()
         await server.close()
     assert "pool is gone" in caplog.text
-
-
-@pytest.mark.parametrize("who", ["another authority", "plain caller", "plain listener"])
-@in_loop
-async def test_without_a_certificate_of_the_authority_nothing_is_served(who: str, tmp_path: Path) -> None:
-    ours = make_tls(tmp_path)
-    listener_tls, caller_tls = {
-        "another authority": (ours, make_tls(tmp_path, authority="stranger")),
-        "plain caller": (ours, TlsConfig()),
-        "plain listener": (TlsConfig(), ours),
-    }[who]
-    server, side = transport(listener_tls), transport(caller_tls)
-    endpoint = await server.listen(find)
-    try:
-        target = bytearray(8)
-        outcome = await pull(side, endpoint, target, seconds=3.0)
-        assert outcome.state in (PullState.FAILED, PullState.LATE)
-        assert (target, outcome.settled()) == (bytes(8), True)
-    finally:
-        await side.close()
-        await server.close()
-    assert server.counters.get("served", 0) == 0
-
-
-@in_loop
-async def test_a_caller_without_a_certificate_gets_nothing(tmp_path: Path) -> None:
-    ours = make_tls(tmp_path)
-    server = transport(ours)
-    host, _, port = (await server.listen(find)).rpartition(":")
-    bare = ssl.create_default_context(cafile=ours.authority)
-    try:
-        reader, writer = await asyncio.open_connection(host, int(port), ssl=bare)
-        writer.write(encode(Frame(op=Op.GET, exchange=1, key=_KEY, length=8)))
-        with pytest.raises((asyncio.IncompleteReadError, OSError)):
-            await reader.readexactly(1)
-        writer.close()
-        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
-    finally:
-        await server.close()
-    assert server.counters.get("served", 0) == 0
-
-
-@pytest.mark.parametrize("missing", ["certificate", "key", "authority"])
-def test_tls_files_come_all_or_none(missing: str, tmp_path: Path) -> None:
-    files = make_tls(tmp_path)
-    parts = {name: getattr(files, name) for name in ("certificate", "key", "authority")}
-    with pytest.raises(ConfigError, match="or none of them"):
-        transport(TlsConfig(**{**parts, missing: ""}))
-    with pytest.raises(ConfigError, match="expected PEM files"):
-        transport(TlsConfig(**{**parts, missing: str(tmp_path / "absent")}))
 
 
 @in_loop
@@ -431,32 +351,3 @@ async def test_a_taken_port_is_a_configuration_error() -> None:
     finally:
         await first.close()
         await second.close()
-
-
-FRAMES = st.builds(
-    Frame,
-    op=st.sampled_from(Op),
-    exchange=st.integers(0, 2**32 - 1),
-    key=st.binary(min_size=32, max_size=40),
-    length=st.integers(0, MAX_PAYLOAD_BYTES),
-    status=st.sampled_from(Refusal),
-    patience_ms=st.integers(0, 2**32 - 1),
-)
-
-
-@given(FRAMES)
-def test_a_header_comes_back_as_it_was(frame: Frame) -> None:
-    header = encode(frame)
-    assert len(header) == HEADER_BYTES
-    assert decode(header) == frame
-
-
-@given(FRAMES, st.integers(0, HEADER_BYTES - 1), st.binary(min_size=1, max_size=8))
-def test_any_bytes_are_a_frame_or_a_frame_error(frame: Frame, at: int, noise: bytes) -> None:
-    header = (encode(frame)[:at] + noise + encode(frame)[at:])[:HEADER_BYTES]
-    try:
-        found = decode(header)
-    except FrameError:
-        return
-    assert found.length <= MAX_PAYLOAD_BYTES
-    assert 32 <= len(found.key) <= 40

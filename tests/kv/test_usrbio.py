@@ -6,42 +6,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
 from prefill_engine.kv.segment_store import FileSegmentStore
 from prefill_engine.kv.segments import SegmentInfo
-from prefill_engine.kv.usrbio import UsrbioClient, force_sync, open_usrbio_store
+from prefill_engine.kv.usrbio import UsrbioClient
 from prefill_engine.kv.usrbio_library import UsrbioLibrary
 from prefill_engine.kv.usrbio_ring import RingIo, UsrbioRing
-from prefill_plan.errors import ConfigError, StoreUnavailable
-from prefill_plan.kvd_config import KvdStoreConfig, KvdStoreKind
+from prefill_plan.errors import StoreUnavailable
 from prefill_testing.segments import SHAPE, Reading, locations, make_records, read
-
-
-class Fake(Protocol):
-    """tests/kv/conftest.py FakeHf3fs."""
-
-    path: str
-    mount: str
-
-    def count(self, name: str) -> int: ...
-    def fault(self, kind: str, *, at: int = 1, times: int = 1, value: int = 0) -> None: ...
-    def pause(self, paused: bool) -> None: ...
-    def reorder(self) -> None: ...
-    def refuse_files(self) -> None: ...
-    def finish_lost(self) -> None: ...
-
-
-def config_of(fake: Fake, **changes: Any) -> KvdStoreConfig:
-    values: dict[str, Any] = {
-        "kind": KvdStoreKind.USRBIO,
-        "path": f"{fake.mount}/store",
-        "read_threads": 3,
-        "usrbio_library": fake.path,
-    }
-    return KvdStoreConfig(**values | changes)
+from prefill_testing.usrbio_rig import Fake, config_of, open_store
 
 
 @pytest.fixture
@@ -55,10 +31,6 @@ def make_client(hf3fs: Fake) -> Iterator[Callable[..., UsrbioClient]]:
             return client
 
         yield make
-
-
-def open_store(fake: Fake, client: UsrbioClient) -> FileSegmentStore:
-    return open_usrbio_store(Path(fake.mount) / "store", geometry=SHAPE, config=config_of(fake), client=client)
 
 
 @pytest.fixture
@@ -77,41 +49,6 @@ def segment(store: FileSegmentStore) -> SegmentInfo:
 
 
 # --- start ---
-
-
-def test_a_missing_library_says_what_to_do(tmp_path: Path) -> None:
-    config = KvdStoreConfig(usrbio_library=str(tmp_path / "absent.so"))
-
-    with pytest.raises(ConfigError, match=r"absent\.so can't be opened: .*without it use store\.kind=file"):
-        UsrbioClient(config)
-
-
-def test_another_library_is_refused_by_the_call_it_lacks() -> None:
-    with pytest.raises(ConfigError, match=r"has no hf3fs_is_hf3fs: expected the USRBIO API"):
-        UsrbioLibrary("libc.so.6")
-
-
-def test_a_path_outside_every_mount_is_refused(hf3fs: Fake, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is on no 3FS mount"):
-        UsrbioClient(config_of(hf3fs, path=str(tmp_path)))
-
-
-def test_a_mount_of_another_file_system_is_refused(hf3fs: Fake) -> None:
-    hf3fs.refuse_files()
-
-    with pytest.raises(ConfigError, match="is no 3FS mount"):
-        UsrbioClient(config_of(hf3fs))
-
-
-def test_a_mount_without_registered_memory_is_refused(hf3fs: Fake, tmp_path: Path) -> None:
-    """The fake knows one mount only; the real one fails so when FUSE sees another /dev/shm."""
-    with pytest.raises(ConfigError, match=r"can't be set up: .*same /dev/shm"):
-        UsrbioClient(config_of(hf3fs, usrbio_mount=str(tmp_path)))
-
-
-def test_a_grace_period_that_a_read_may_outlive_is_refused(hf3fs: Fake) -> None:
-    with pytest.raises(ConfigError, match=r"grace_seconds = 4, expected more than the 5 s"):
-        UsrbioClient(config_of(hf3fs, grace_seconds=4.0))
 
 
 # --- rings, batches, registration ---
@@ -426,11 +363,3 @@ def test_a_generation_is_removed_by_the_mount_itself_where_it_can(hf3fs: Fake, c
 
     (link,) = removals.iterdir()
     assert os.readlink(link) == os.path.realpath(f"{hf3fs.mount}/store")
-
-
-def test_the_sync_of_3fs_is_its_own_ioctl_and_no_quiet_fsync(tmp_path: Path) -> None:
-    """_IOR('h', 11, uint32_t), as any other file system answers it."""
-    with (tmp_path / "file").open("wb") as file, pytest.raises(OSError, match="Inappropriate") as caught:
-        force_sync(file.fileno())
-
-    assert caught.value.errno == errno.ENOTTY

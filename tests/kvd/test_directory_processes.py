@@ -18,7 +18,8 @@ from prefill_engine.kv.transport.choose import build_transport
 from prefill_engine.kv.transport.contract import PullState
 from prefill_engine.kvd.directory_client import RemoteDirectory
 from prefill_plan.block_keys import BlockKey
-from prefill_plan.kvd_config import DirectoryConfig, TlsConfig, TransportConfig
+from prefill_plan.config import TlsConfig
+from prefill_plan.kvd_config import DirectoryConfig, TransportConfig
 from prefill_testing.in_loop import in_loop
 from prefill_testing.kv_peer import RECORD_BYTES, PeerArgs, PeerProcess, key_of
 from prefill_testing.raw_peer import until

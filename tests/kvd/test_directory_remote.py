@@ -1,6 +1,7 @@
 """RemoteDirectory against a service in this process: what travels, who is fenced, and what a caller notices of failures."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,8 +24,9 @@ from prefill_engine.kvd.directory_state import DirectoryLimits, DirectoryState
 from prefill_engine.rpc import directory_pb2 as pb
 from prefill_engine.rpc import directory_pb2_grpc
 from prefill_plan.block_keys import BlockKey, snapshot_key
+from prefill_plan.config import TlsConfig
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import DirectoryConfig, TlsConfig
+from prefill_plan.kvd_config import DirectoryConfig
 from prefill_testing.certificates import make_tls
 from prefill_testing.in_loop import in_loop
 from prefill_testing.raw_peer import until
@@ -175,7 +177,7 @@ async def test_what_the_directory_forgot_is_announced_again() -> None:
         await until(lambda: rig.counts() == (2, 20))
         rig.state.sweep(now=time.monotonic() + 100.0)
         assert rig.counts() == (0, 0)
-        await until(lambda: rig.counts() == (2, 20))
+        await until(lambda: rig.counts() == (2, 20) and b.is_joined)
         assert len(await b.lookup_snapshot(snapshot(3))) == 1
         assert rig.resyncs == ["a", "b"]
 
@@ -195,6 +197,41 @@ async def test_segments_nobody_could_be_told_of_are_announced_when_the_directory
         await client.publish_snapshots([snapshot(1)])
         await until(lambda: client.counters["joins"] == 3)
         assert rig.resyncs == ["a", "a"]
+
+
+@in_loop
+async def test_withdrawal_that_did_not_arrive_is_said_when_the_directory_is_back() -> None:
+    """The same incarnation of it: it would name a deleted segment for ever."""
+    async with rig_with() as rig:
+        a, b = await rig.joined("a"), await rig.joined("b")
+        segment = SegmentInfo(name="h/1.seg", layout_id=_LAYOUT, keys=(key(1),), num_bytes=9)
+        await a.publish_segments("store", [segment])
+        assert len(await b.lookup_blocks("store", _LAYOUT, [key(1)])) == 1
+        a.is_joined = False
+        await a.withdraw_segments("store", ["h/1.seg"])
+        async with asyncio.timeout(20):
+            while await b.lookup_blocks("store", _LAYOUT, [key(1)]):
+                await asyncio.sleep(0.01)
+
+
+@in_loop
+async def test_join_that_hangs_holds_up_no_announcement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frozen directory: write-back waits for its announcements."""
+    monkeypatch.setattr("prefill_engine.kvd.directory_client._TELL_SECONDS", 120.0)
+    rig = Rig(TlsConfig())
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        frozen.setblocking(False)
+        rig.port = frozen.getsockname()[1]
+        client = rig.client("a")
+        async with asyncio.timeout(20):
+            connection, _ = await asyncio.get_running_loop().sock_accept(frozen)
+            await client.publish_segments("store", [])
+            await client.publish_snapshots([snapshot(1)])
+            await client.withdraw_snapshots([snapshot(1)])
+            await client.withdraw_segments("store", ["s"])
+        assert client.counters["skipped"] == 3
+        await client.close()
+        connection.close()
 
 
 @in_loop

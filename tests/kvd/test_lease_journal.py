@@ -4,11 +4,12 @@ from pathlib import Path
 import pytest
 
 from prefill_engine.kv.pool_memory import PoolMemory
-from prefill_engine.kvd.lease_journal import JournalEntry, LeaseJournal
+from prefill_engine.kvd.lease_journal import JournalEntry, LeaseJournal, check_room
 from prefill_engine.kvd.pool_state import PoolState
 from prefill_engine.kvd.recovery import restore_leases
 from prefill_engine.kvd.sessions import Sessions
 from prefill_engine.kvd.slot_pool import SlotState
+from prefill_plan.errors import ConfigError
 from prefill_testing.kvd_fakes import GEOMETRY, Clock
 
 
@@ -94,3 +95,11 @@ def test_reservations_that_share_a_slot_do_not_keep_kvd_from_starting(tmp_path: 
     assert journal.entries == []
     journal.close()
     memory.close()
+
+
+def test_too_little_room_beside_the_pool_is_told_at_the_start() -> None:
+    check_room("/dev/shm/kvd.p.leases", free_bytes=2 << 20)
+    with pytest.raises(
+        ConfigError, match=r"4096 bytes are left .*kvd\.p\.leases, expected 2097152: .*engine\.extraShm"
+    ):
+        check_room("/dev/shm/kvd.p.leases", free_bytes=4096)

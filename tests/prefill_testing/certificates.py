@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from prefill_plan.kvd_config import TlsConfig
+from prefill_plan.config import TlsConfig
 
 
 def make_tls(folder: Path, *, name: str = "peer", authority: str = "authority") -> TlsConfig:

@@ -22,7 +22,8 @@ GROUPS = 4
 class FakeKvd(kv_pb2_grpc.KvdServicer):
     """held: per group, blocks of a lease that may become ready (None: all). limit: of every lease (None: all).
 
-    pulling: snapshots are on their way until `deliver_snapshots`. mute: calls by name that are never answered.
+    pulling: snapshots are on their way until `deliver_snapshots`. mute: calls by name that are neither acted on nor answered.
+    silent: Open, Reserve: acted on, but not answered. refuses: every session.
     """
 
     def __init__(self, *, pool_bytes: int = 24 << 20) -> None:
@@ -37,6 +38,9 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         self.limit: int | None = None
         self.pulling = False
         self.mute: set[str] = set()
+        self.silent: set[str] = set()
+        self.call_ids: dict[int, int] = {}
+        self.refuses = False
         self.calls: list[str] = []
         self.leases: dict[int, int] = {}
         self.reservations: dict[int, tuple[list[int], list[int]]] = {}
@@ -77,13 +81,14 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
             for row in self.leases.values():
                 self._move(row)
 
-    def deliver_snapshots(self) -> None:
+    def deliver_snapshots(self, state: SnapshotState = SnapshotState.READY) -> None:
+        """Every pull ends like this."""
         with self._lock:
             self.pulling = False
             for row in self.leases.values():
                 lease = self.pool.lease(row)
                 if lease.snapshot_state is SnapshotState.PULLING:
-                    lease.snapshot_state = SnapshotState.READY
+                    lease.snapshot_state = state
 
     def cut_leases(self, limit: int) -> None:
         """Reads of blocks from `limit` on have failed."""
@@ -125,6 +130,8 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         index = self.calls.count("Session")
         self.hello = hello
         with self._lock:
+            if self.refuses:
+                context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another geometry")
             if self.pool.geometry is None:
                 self.pool.lay_out(geometry, self._pool_bytes // 4)
             elif self.pool.geometry != geometry:
@@ -138,8 +145,9 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the echo was not seen")
         yield kv_pb2.SessionResponse(ready=kv_pb2.SessionReady())
         yield kv_pb2.SessionResponse(notice=kv_pb2.SessionNotice(store_ok=True, transport="tcp"))
-        for _ in requests:
-            pass
+        for request in requests:
+            if request.WhichOneof("m") == "abandon":
+                self._abandon(request.abandon.call_ids)
 
     def Open(self, request, context):
         self._meet("Open")
@@ -168,7 +176,9 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
                 outlook = kv_pb2.OpenResponse.PULLING if self.pulling else kv_pb2.OpenResponse.HELD
             lease.lease_id = lease_id
             self.leases[lease_id] = row
+            self.call_ids[lease_id] = request.call_id
             self._move(row)
+        self._withhold("Open")
         return kv_pb2.OpenResponse(
             lease_id=lease_id,
             lease_row=row,
@@ -190,6 +200,8 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
             self.num_snapshots_used += len(snapshots)
             reservation = secrets.randbits(60) | 1
             self.reservations[reservation] = (slots, snapshots)
+            self.call_ids[reservation] = request.call_id
+        self._withhold("Reserve")
         return kv_pb2.ReserveSlotsResponse(reservation_id=reservation, slots=slots, snapshot_slots=snapshots)
 
     def Commit(self, request, context):
@@ -210,14 +222,25 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
     def Close(self, request, context):
         self._meet("Close")
         with self._lock:
-            unknown = [each for each in request.lease_ids if each not in self.leases]
-            for each in request.lease_ids:
-                row = self.leases.pop(each, None)
-                if row is not None:
-                    self.pool.lease(row).clear()
-            for each in request.reservation_ids:
-                self.reservations.pop(each, None)
+            unknown = [each for each in request.lease_ids if not self._end(each)]
         return kv_pb2.CloseResponse(unknown=len(unknown))
+
+    def _abandon(self, call_ids) -> None:
+        self.calls.append("abandon")
+        with self._lock:
+            for each in [one for one, call_id in self.call_ids.items() if call_id in call_ids]:
+                self._end(each)
+
+    def _end(self, lease_or_reservation: int) -> bool:
+        """False = there is no such one."""
+        row = self.leases.pop(lease_or_reservation, None)
+        if row is not None:
+            self.pool.lease(row).clear()
+        return row is not None or self.reservations.pop(lease_or_reservation, None) is not None
+
+    def _withhold(self, call: str) -> None:
+        while call in self.silent and not self._stopped.is_set():
+            time.sleep(0.005)
 
     def _meet(self, call: str) -> None:
         self.calls.append(call)

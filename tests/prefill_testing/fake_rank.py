@@ -18,6 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from prefill_engine.front.served_model import EngineIdentity, ServedModel, build_served_model
 from prefill_engine.messages import (
     AttemptFailed,
     Beat,
@@ -85,6 +86,15 @@ def ready_message(rank: int, spec: ModelSpec, config: EngineConfig, *, data_port
         store_kind=config.store.kind.value,
         data_transport="tcp" if data_port >= 0 else "",
         data_port=data_port,
+    )
+
+
+def tiny_served_model(config: EngineConfig, *, data_port: int = 7) -> ServedModel:
+    """What an engine with one such rank serves."""
+    spec = load_model_spec(Path(config.model.path))
+    identity = EngineIdentity(engine_id="engine", epoch=1, endpoint="127.0.0.1:1", zone="", build="")
+    return build_served_model(
+        config, spec, identity=identity, ranks=[ready_message(0, spec, config, data_port=data_port)]
     )
 
 

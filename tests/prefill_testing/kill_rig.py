@@ -27,8 +27,9 @@ from prefill_engine.kvd.directory_client import RemoteDirectory
 from prefill_engine.local_engine import LocalEngine
 from prefill_engine.rpc import prefill_pb2
 from prefill_plan.block_keys import snapshot_key
+from prefill_plan.config import TlsConfig
 from prefill_plan.kv_layout import BLOCK_TOKENS
-from prefill_plan.kvd_config import DirectoryConfig, TlsConfig
+from prefill_plan.kvd_config import DirectoryConfig
 from prefill_testing.fault_shim import FaultShim
 from prefill_testing.handoff_scene import free_tokens
 from prefill_testing.kill_request import KillRequest, Verifier

@@ -28,7 +28,8 @@ from prefill_engine.kv.transport.choose import build_transport
 from prefill_engine.kv.transport.contract import Source
 from prefill_engine.kvd.directory_client import RemoteDirectory
 from prefill_plan.block_keys import BlockKey, snapshot_key
-from prefill_plan.kvd_config import DirectoryConfig, TlsConfig, TransportConfig
+from prefill_plan.config import TlsConfig
+from prefill_plan.kvd_config import DirectoryConfig, TransportConfig
 
 SNAPSHOT_PAYLOAD = 1_415_040
 """kv.md 1.4: of the released model."""

@@ -5,7 +5,7 @@ import argparse
 from prefill_engine.kvd.directory_server import DirectoryOptions, run_directory
 from prefill_engine.kvd.directory_state import DirectoryLimits
 from prefill_engine.log import setup_logging
-from prefill_plan.kvd_config import TlsConfig
+from prefill_plan.config import TlsConfig
 
 _LIMITS = DirectoryLimits()
 

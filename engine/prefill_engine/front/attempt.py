@@ -177,6 +177,7 @@ class Attempt:
             replayed_tokens=self.computed.replayed_tokens,
             image_tokens=self.computed.image_tokens,
             kv_bytes_moved=handoff.bytes_done if handoff is not None else 0,
+            already_cached_tokens=self.call.push.already_cached_tokens if self.call.push is not None else 0,
         )
         timeline = self.timeline(now=now) if self.call.wants_timeline else ()
         completed = Completed(usage=usage, timeline=timeline, handoff=handoff, store=self.store)

@@ -14,7 +14,7 @@ PRIORITY_NAMES = ("interactive", "standard", "sheddable")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushPlan:
     """Where a decode peer wants the hand-over pushed (HandoffPlan.PUSH). endpoint: of its HandoffSink. grant_id: as secret as a
-    ticket. lease_seconds: of the grant, renewed while the push goes on."""
+    ticket. lease_seconds: of the grant, renewed while the push goes on. already_cached_tokens: whose Block KV the peer has."""
 
     endpoint: str
     engine_id: str
@@ -22,6 +22,7 @@ class PushPlan:
     lease_seconds: float
     regions: tuple[PushRegion, ...]
     early_send: bool
+    already_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

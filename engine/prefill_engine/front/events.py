@@ -94,6 +94,7 @@ class Usage:
     replayed_tokens: int
     image_tokens: int
     kv_bytes_moved: int
+    already_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

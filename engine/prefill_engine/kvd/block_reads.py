@@ -119,11 +119,15 @@ class BlockReads:
         threads.submit(self._run, work, order, job)
 
     def cancel_unwanted(self) -> None:
-        """Stops jobs that no lease waits for any more."""
+        """Stops reads that no lease waits for any more; who wants such a block from now on reads it again. Checks in place go on:
+        what they find whole stays."""
         is_awaited = self._state.leases.is_awaited
         for job in self._jobs:
-            if not job.cancelled.is_set() and not any(is_awaited(job.reads[index].slot) for index in job.left):
+            is_running = job.is_store and not job.cancelled.is_set()
+            if is_running and not any(is_awaited(job.reads[index].slot) for index in job.left):
                 job.cancelled.set()
+                for index in list(job.left):
+                    self._give_up(job, index)
 
     def cancel_all(self) -> None:
         for job in self._jobs:

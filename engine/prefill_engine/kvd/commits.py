@@ -64,9 +64,13 @@ class Commits:
         self._new_id = new_id
         self._run = run
 
-    def reserve(self, session: Session, *, num_blocks: int, num_snapshots: int, tenant: str) -> Lease | None:
+    def reserve(
+        self, session: Session, *, num_blocks: int, num_snapshots: int, tenant: str, call_id: int
+    ) -> Lease | None:
         """Slots for a rank to write into, maybe fewer than asked for; None = none. Raises CapacityError: see record_lease."""
         state = self._state
+        if call_id in session.abandoned:
+            return None
         slots = state.take_blocks(num_blocks, tenant=tenant)
         self._metrics.evicted_bytes.labels("block").inc(len(state.blocks.pop_evicted()) * state.geometry.record_bytes)
         snapshots = [slot for _ in range(num_snapshots) if (slot := self._pulls.take_slot()) is not None]
@@ -80,6 +84,7 @@ class Commits:
             tenant=tenant,
             slots=slots,
             snapshot_slots=snapshots,
+            call_id=call_id,
         )
         state.leases.reserve(reservation)
         state.record_lease(reservation)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -33,12 +33,14 @@ from prefill_engine.kvd.directory_messages import (
 from prefill_engine.rpc import directory_pb2 as pb
 from prefill_engine.rpc import directory_pb2_grpc
 from prefill_plan.block_keys import BlockKey
-from prefill_plan.kvd_config import DirectoryConfig, TlsConfig
+from prefill_plan.config import TlsConfig
+from prefill_plan.kvd_config import DirectoryConfig
 
 logger = logging.getLogger(__name__)
 
 _TELL_SECONDS = 1.0  # announcements: nobody waits for them, and they may carry thousands of keys
 _RETRY_SECONDS = (0.05, 2.0)
+_MOST_UNSAID = 1024  # withdrawals; one that is forgotten costs who asks a read that fails
 _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -86,6 +88,7 @@ class RemoteDirectory:
         self._suspicious = asyncio.Event()
         self._has_lost_words = False
         self._has_lost_segments = False
+        self._unsaid: deque[pb.WithdrawSegmentRequest] = deque(maxlen=_MOST_UNSAID)
         self.is_joined = False
         self.counters: Counter[str] = Counter()
         self._keeper = asyncio.create_task(self._keep_joined())
@@ -116,7 +119,8 @@ class RemoteDirectory:
     async def withdraw_segments(self, store_id: str, names: Sequence[str]) -> None:
         async with self._telling:
             request = pb.WithdrawSegmentRequest(store_id=store_id, names=names)
-            await self._tell(self._stub.WithdrawSegment, request)
+            if await self._tell(self._stub.WithdrawSegment, request) is None:
+                self._unsaid.append(request)
 
     async def publish_snapshots(self, keys: Sequence[bytes]) -> None:
         async with self._telling:
@@ -169,17 +173,18 @@ class RemoteDirectory:
         logger.error("a newer incarnation of this holder has joined, nothing is announced any more")
 
     async def _join(self) -> None:
-        """Raises AioRpcError."""
-        async with self._telling:
+        """Raises AioRpcError. Nobody waits for it: until it is through, announcements are lost words; all is told afterwards."""
+        async with self._telling:  # what is on its way arrives before
             self._has_lost_words = False
-            answer = await self._stub.Join(
-                pb.JoinRequest(holder=holder_message(self._holder)), timeout=_TELL_SECONDS, wait_for_ready=True
-            )
-            self.counters["joins"] += 1
-            self._heartbeat_seconds = max(0.01, answer.heartbeat.ToNanoseconds() / 1e9)
-            self._announced.clear()
-            self.is_joined = True
+        answer = await self._stub.Join(
+            pb.JoinRequest(holder=holder_message(self._holder)), timeout=_TELL_SECONDS, wait_for_ready=True
+        )
+        self.counters["joins"] += 1
+        self._heartbeat_seconds = max(0.01, answer.heartbeat.ToNanoseconds() / 1e9)
+        self._announced.clear()
+        self.is_joined = True
         await self._announce_all()
+        await self._say_unsaid()
         if self._has_lost_segments or answer.directory_epoch != self._directory_epoch:
             self._has_lost_segments = False
             self._directory_epoch = answer.directory_epoch
@@ -187,6 +192,12 @@ class RemoteDirectory:
                 self._on_resync()
             except Exception:
                 logger.exception("segments could not be announced again")
+
+    async def _say_unsaid(self) -> None:
+        """Withdrawals that did not arrive: a directory that was only out of reach still has those segments."""
+        unsaid, self._unsaid = self._unsaid, deque(maxlen=_MOST_UNSAID)
+        for request in unsaid:
+            await self.withdraw_segments(request.store_id, request.names)
 
     async def _heartbeat(self) -> None:
         """Raises AioRpcError."""

@@ -11,8 +11,8 @@ from prefill_engine.kv.directory import Holder, SnapshotLocation
 from prefill_engine.kv.segments import BlockLocation, SegmentInfo
 from prefill_engine.rpc import directory_pb2 as pb
 from prefill_plan.block_keys import BlockKey
+from prefill_plan.config import TlsConfig
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import TlsConfig
 
 KEY_BYTES = 32
 """Of a block key; snapshot keys are longer by their namespace."""

@@ -24,8 +24,8 @@ from prefill_engine.kvd.directory_messages import server_credentials
 from prefill_engine.kvd.directory_service import DIRECTORY_SERVICE, DirectoryService
 from prefill_engine.kvd.directory_state import DirectoryLimits, DirectoryState
 from prefill_engine.rpc import directory_pb2_grpc
+from prefill_plan.config import TlsConfig
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import TlsConfig
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from prefill_engine.kvd.block_reads import BlockReads
 from prefill_engine.kvd.commits import CommitResult, Commits, SlotKey
 from prefill_engine.kvd.gauges import Gauges
 from prefill_engine.kvd.kvd_metrics import KvdMetrics
-from prefill_engine.kvd.lease_journal import open_journal
+from prefill_engine.kvd.lease_ends import LeaseEnds
+from prefill_engine.kvd.lease_journal import journal_path, open_journal
 from prefill_engine.kvd.leases import Lease
 from prefill_engine.kvd.mailbox import Mailbox
 from prefill_engine.kvd.opens import OpenAnswer, OpenAsk, Opens
@@ -45,6 +46,7 @@ class _LaidOut:
 
     state: PoolState
     reads: BlockReads
+    ends: LeaseEnds
     pulls: SnapshotPulls
     write_back: WriteBack
     opens: Opens
@@ -72,13 +74,12 @@ class Keeper:
         self._transport = transport
         self._metrics = metrics
         self._clock = clock
-        self._journal = open_journal(f"{memory.path}.leases")
+        self._journal = open_journal(journal_path(memory.path))
         self._mailbox = Mailbox(asyncio.get_running_loop())
         self._store_threads = ThreadPoolExecutor(config.store.read_threads, thread_name_prefix="kvd-read")
         self._write_threads = ThreadPoolExecutor(1, thread_name_prefix="kvd-write")
         self._check_threads = ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="kvd-check")
         self.sessions = Sessions(grace_seconds=config.lease_grace_seconds, is_alive=memory.has_living_rank, clock=clock)
-        self._undeclared: dict[int, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_id = (memory.epoch & 0xFFFF_FFFF) << 32
         self._num_calls = 0
@@ -133,16 +134,7 @@ class Keeper:
         async with self._laying_out:  # a second rank that brings the same new geometry finds the pool laid out
             await self._lay_out(geometry)
         session = self.sessions.connect(owner_epoch=owner_epoch, engine_id=engine_id, rank=rank, geometry=geometry)
-        state = self._laid_out.state
-        adopted = []
-        for lease in state.leases.of_owner(owner_epoch):
-            if lease.lease_id in held_leases:
-                adopted.append(lease.lease_id)
-                self._undeclared.pop(lease.lease_id, None)
-                state.leases.set_state(lease, LeaseState.LIVE)
-            else:
-                self._undeclared[lease.lease_id] = self._clock() + self._config.lease_grace_seconds
-        return session, adopted
+        return session, self._laid_out.ends.adopt(owner_epoch, held_leases)
 
     def attach(self, session: Session) -> None:
         """The rank says it has mapped the pool.
@@ -175,13 +167,15 @@ class Keeper:
         with self._call():
             return await self._laid_out.opens.open(self._session(owner_epoch), ask)
 
-    def reserve(self, owner_epoch: int, *, num_blocks: int, num_snapshots: int, tenant: str) -> Lease | None:
+    def reserve(
+        self, owner_epoch: int, *, num_blocks: int, num_snapshots: int, tenant: str, call_id: int = 0
+    ) -> Lease | None:
         """As Commits.reserve; nothing while draining. Raises ConfigError without a session."""
         session = self._session(owner_epoch)
         if self.is_draining:
             return None
         return self._laid_out.commits.reserve(
-            session, num_blocks=num_blocks, num_snapshots=num_snapshots, tenant=tenant
+            session, num_blocks=num_blocks, num_snapshots=num_snapshots, tenant=tenant, call_id=call_id
         )
 
     async def commit(
@@ -202,34 +196,17 @@ class Keeper:
 
     def truncate(self, lease_id: int, *, num_blocks: int, drop_snapshot: bool) -> bool:
         """False = there is no such lease."""
-        state = self.state
-        lease = state.leases.find(lease_id) if state else None
-        if state is None or lease is None or lease.is_reservation:
-            return False
-        for slot in state.leases.truncate(lease, num_blocks):
-            state.blocks.unpin(slot)
-        if drop_snapshot:
-            for slot in state.leases.drop_snapshot(lease):
-                state.snapshots.unpin(slot)
-        state.record_less(lease)
-        self._laid_out.reads.cancel_unwanted()
-        return True
+        parts = self._parts
+        return parts is not None and parts.ends.truncate(lease_id, num_blocks=num_blocks, drop_snapshot=drop_snapshot)
 
     def close(self, ids: Sequence[int]) -> int:
         """Ends leases and reservations; returns how many were not known."""
-        state = self.state
-        if state is None:
-            return len(ids)
-        num_unknown = 0
-        for lease_id in ids:
-            lease = state.leases.find(lease_id)
-            if lease is None:
-                num_unknown += 1
-            else:
-                self._undeclared.pop(lease_id, None)
-                state.end_lease(lease)
-        self._laid_out.reads.cancel_unwanted()
-        return num_unknown
+        return self._parts.ends.close(ids) if self._parts else len(ids)
+
+    def abandon(self, session: Session, call_ids: Sequence[int]) -> None:
+        """As LeaseEnds.abandon."""
+        if self._parts is not None:
+            self._parts.ends.abandon(session, call_ids)
 
     async def drain(self, seconds: float) -> bool:
         """No new reservations; waits for the write-back. False = not all was written in time."""
@@ -303,16 +280,7 @@ class Keeper:
             check_threads=self._check_threads,
             done_reading=self.store.note_read,
         )
-        pulls = SnapshotPulls(
-            state,
-            self._transport,
-            self._directory,
-            metrics=metrics,
-            threads=self._check_threads,
-            run=self._run,
-            deadline_seconds=config.pull_deadline_seconds,
-            max_quarantined=config.max_quarantined_slots,
-        )
+        pulls = self._make_pulls(state)
         write_back = WriteBack(
             state,
             self.store,
@@ -342,12 +310,29 @@ class Keeper:
             new_id=self._new_id,
             run=self._run,
         )
+        ends = LeaseEnds(state, reads, clock=self._clock, grace_seconds=config.lease_grace_seconds)
         self._parts = _LaidOut(
-            state=state, reads=reads, pulls=pulls, write_back=write_back, opens=opens, commits=commits
+            state=state, reads=reads, ends=ends, pulls=pulls, write_back=write_back, opens=opens, commits=commits
         )
         self.store.start(state.geometry)
-        shape = {"blocks": state.blocks.num_slots, "snapshots": state.snapshots.num_slots}
-        logger.info("pool laid out", extra={"layout": state.layout_id.hex(), **shape})
+        extra = {
+            "layout": state.layout_id.hex(),
+            "blocks": state.blocks.num_slots,
+            "snapshots": state.snapshots.num_slots,
+        }
+        logger.info("pool laid out", extra=extra)
+
+    def _make_pulls(self, state: PoolState) -> SnapshotPulls:
+        return SnapshotPulls(
+            state,
+            self._transport,
+            self._directory,
+            metrics=self._metrics,
+            threads=self._check_threads,
+            run=self._run,
+            deadline_seconds=self._config.pull_deadline_seconds,
+            max_quarantined=self._config.max_quarantined_slots,
+        )
 
     async def _housekeep(self) -> None:
         while True:
@@ -358,30 +343,15 @@ class Keeper:
                 logger.exception("housekeeping failed; goes on")
 
     async def _tick(self) -> None:
+        parts = self._parts
         for session in self.sessions.pop_dead():
-            self._end_leases(session.owner_epoch)
-        state = self.state
-        if state is not None and self._parts is not None:
-            now = self._clock()
-            for lease_id in [one for one, until in self._undeclared.items() if now >= until]:
-                del self._undeclared[lease_id]
-                lease = state.leases.find(lease_id)
-                if lease is not None:
-                    state.end_lease(lease, lost=True)
-            await self._parts.pulls.settle_late()
-            self._gauges.show(state, self.sessions)
+            if parts is not None:
+                parts.ends.end_owner(session.owner_epoch)
+        if parts is not None:
+            parts.ends.end_undeclared()
+            await parts.pulls.settle_late()
+            self._gauges.show(parts.state, self.sessions)
         self._gauges.show_store(self.store)
-
-    def _end_leases(self, owner_epoch: int) -> None:
-        state = self.state
-        leases = state.leases.of_owner(owner_epoch) if state else []
-        for lease in leases:
-            assert state is not None
-            self._undeclared.pop(lease.lease_id, None)
-            state.end_lease(lease, lost=True)
-        if self._parts is not None:
-            self._parts.reads.cancel_unwanted()
-        logger.info("session over; its slots are free", extra={"leases": len(leases)})
 
     def _new_id(self) -> int:
         self._next_id += 1

@@ -21,6 +21,8 @@ _ENTRY = struct.Struct(
 _CRC = struct.Struct("<I")
 _CLOSED = -2  # row of an entry that ends a lease
 _COMPACT_BYTES = 1 << 20
+_ROOM_BYTES = 2 * _COMPACT_BYTES
+"""Of the journal before it is written anew, and of the new one beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,24 @@ class LeaseJournal:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._num_bytes = fd, len(data)
+
+
+def journal_path(pool_path: str) -> str:
+    """The journal lies beside its pool."""
+    return f"{pool_path}.leases"
+
+
+def check_room(path: str, *, free_bytes: int) -> None:
+    """Whether a journal at `path` can be written for long; asked at the start, when the pool has its pages.
+
+    Raises:
+        ConfigError: free_bytes of its file system are too few.
+    """
+    if free_bytes < _ROOM_BYTES:
+        raise ConfigError(
+            f"{free_bytes} bytes are left beside the pool for the lease journal {path}, expected {_ROOM_BYTES}: without it no "
+            f"lease survives a restart; make /dev/shm larger (engine.extraShm of a pool in Kubernetes) or pool_bytes smaller"
+        )
 
 
 def open_journal(path: str) -> LeaseJournal:

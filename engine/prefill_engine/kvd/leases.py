@@ -17,7 +17,7 @@ NO_ROW = -1
 class Lease:
     """slots: of the blocks after the rank's resident ones. groups: verified groups per block. tenant: who asked.
 
-    refuse_replayed: blocks of provenance 1 count as bad.
+    refuse_replayed: blocks of provenance 1 count as bad. call_id: of the rank's call that it answers.
     """
 
     lease_id: int
@@ -27,6 +27,7 @@ class Lease:
     tenant: str
     slots: list[int]
     snapshot_slots: list[int]
+    call_id: int = 0
     refuse_replayed: bool = False
     groups: bytearray = field(default_factory=bytearray)
     ready: list[int] = field(default_factory=list)

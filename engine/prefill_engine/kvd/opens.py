@@ -27,7 +27,7 @@ from prefill_plan.layer_spec import BLOCK_TOKENS
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAsk:
     """keys: of all blocks of the wanted hit, resident ones included. limit_seconds: reads that take longer are given up.
-    step_waits: the first groups are wanted before whole blocks, though all of them take longer then."""
+    step_waits: the first groups are wanted before whole blocks, though all of them take longer then. call_id: as Lease's."""
 
     keys: Sequence[BlockKey]
     resident_blocks: int
@@ -36,6 +36,7 @@ class OpenAsk:
     limit_seconds: float
     refuse_replayed: bool
     step_waits: bool = False
+    call_id: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,8 @@ class Opens:
             found = await self._directory.lookup_blocks(store.store_id, self._state.layout_id, missing)
             locations = dict(zip(missing, found, strict=False))
             survey = self._survey(keys, locations, ask)
+        if ask.call_id in session.abandoned:
+            return OpenAnswer(found_blocks=ask.resident_blocks)
         if not self._state.leases.has_row:
             return OpenAnswer(
                 found_blocks=ask.resident_blocks,
@@ -116,10 +119,12 @@ class Opens:
                 await self._open_snapshot(lease, snapshot_key(ask.keys[num_found - 1]), ask) if num_found else None
             )
         except BaseException:
-            if self._state.leases.find(lease.lease_id) is lease:
+            if self._is_held(lease):
                 self._state.end_lease(lease)
                 self._reads.cancel_unwanted()
             raise
+        if not self._is_held(lease):  # abandoned meanwhile, or its rank is dead
+            return OpenAnswer(found_blocks=ask.resident_blocks)
         self._count(ask, plan, num_found, snapshot, time.monotonic() - started)
         is_held = bool(lease.slots) or snapshot is not None
         if is_held:
@@ -136,6 +141,9 @@ class Opens:
             shrunk_blocks=plan.shrunk_blocks,
             retry_seconds=plan.retry_seconds,
         )
+
+    def _is_held(self, lease: Lease) -> bool:
+        return self._state.leases.find(lease.lease_id) is lease
 
     def _survey(self, keys: Sequence[BlockKey], locations: dict[BlockKey, BlockLocation], ask: OpenAsk) -> _Survey:
         slots, sources, takeable = self._state.blocks.survey(keys)
@@ -188,6 +196,7 @@ class Opens:
             slots=slots,
             snapshot_slots=[],
             refuse_replayed=ask.refuse_replayed,
+            call_id=ask.call_id,
         )
         state.leases.open(lease, filled=filled)
         if checks:
@@ -210,6 +219,8 @@ class Opens:
             return None
         if self._state.snapshots.find(key) is None:
             locations = await self._directory.lookup_snapshot(key)
+            if not self._is_held(lease):
+                return None
             if self._state.snapshots.find(key) is None:
                 slot = self._pulls.take_slot() if locations else None
                 if slot is None:
@@ -220,7 +231,7 @@ class Opens:
         slot = self._state.snapshots.find(key)
         assert slot is not None
         if self._state.snapshots.is_suspect(slot):
-            self._pulls.check(slot)
+            self._pulls.check(slot, key)
         self._state.snapshots.pin(slot)
         is_valid = self._state.snapshots.state(slot) is SlotState.VALID
         now = SnapshotState.READY if is_valid else SnapshotState.PULLING

@@ -63,18 +63,16 @@ class PoolState:
         return self.blocks.finish(slot, key)
 
     def finish_snapshot(self, slot: int, key: bytes) -> None:
-        """The slot's snapshot is verified. The first one stays, unless it is of a replay and this one is exact."""
+        """The slot's snapshot is verified. The first one stays, unless it is of a replay and this one is exact; one that a
+        restart left and nobody has verified yet stays if it says it is exact and this one is not."""
         pool, other = self.snapshots, self.snapshots.find(key)
-        if (
-            other is not None
-            and other != slot
-            and pool.state(other) is SlotState.VALID
-            and not pool.is_suspect(other)
-            and self._is_exact(slot)
-            and not self._is_exact(other)
-        ):
-            pool.forget(other)
-        pool.finish(slot, key)
+        yields = False
+        if other is not None and other != slot and pool.state(other) is SlotState.VALID:
+            is_exact, is_other_exact = self.claims_exact(slot), self.claims_exact(other)
+            yields = pool.is_suspect(other) and is_other_exact and not is_exact
+            if not pool.is_suspect(other) and is_exact and not is_other_exact:
+                pool.forget(other)
+        pool.finish(slot, key, yields=yields)
 
     def provenance(self, slot: int) -> int:
         """Of a record whose header is verified."""
@@ -91,7 +89,8 @@ class PoolState:
         key = BlockKey(bytes(head[_KEY_OFFSET : _KEY_OFFSET + KEY_BYTES]))
         return None if isinstance(self.codec.read_header(head, key=key), VerifyFailure) else key
 
-    def _is_exact(self, slot: int) -> bool:
+    def claims_exact(self, slot: int) -> bool:
+        """Whether a snapshot whose header is whole says that it comes of no replay."""
         return self.snapshot_codec.decode_info(self.memory.snapshot(slot)).exact
 
     def record_lease(self, lease: Lease) -> None:

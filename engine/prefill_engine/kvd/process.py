@@ -26,6 +26,7 @@ from prefill_engine.kvd.build import StoreMaker, build_directory, build_transpor
 from prefill_engine.kvd.fuse_mount import FuseMount
 from prefill_engine.kvd.keeper import Keeper
 from prefill_engine.kvd.kvd_metrics import KvdMetrics
+from prefill_engine.kvd.lease_journal import check_room, journal_path
 from prefill_engine.kvd.listeners import Listeners
 from prefill_engine.kvd.owner import EngineUser
 from prefill_engine.kvd.store_link import StoreLink
@@ -110,7 +111,7 @@ class _Process:
     def _remove_own_pool(self, path: str) -> None:
         """A pool named after this very process can't be found by a later one. After a kill it stays, as any does."""
         if not self._config.pool_path and self._identity.engine_id.endswith(f"-{os.getpid()}"):
-            for name in (path, f"{path}.leases"):
+            for name in (path, journal_path(path)):
                 with suppress(FileNotFoundError):
                     os.unlink(name)
 
@@ -121,6 +122,8 @@ class _Process:
         started = time.monotonic()
         try:
             memory.prefault(_PREFAULT_THREADS)
+            room = os.statvfs(path)
+            check_room(journal_path(path), free_bytes=room.f_bavail * room.f_frsize)
             owner.give(path)
         except BaseException:
             memory.close()

@@ -60,22 +60,42 @@ async def recover_slots(state: PoolState, pulls: SnapshotPulls, threads: Executo
     reserved = {slot for lease in state.leases if lease.is_reservation for slot in lease.slots}
     reserved_snapshots = {slot for lease in state.leases if lease.is_reservation for slot in lease.snapshot_slots}
     memory, codec = state.memory, state.snapshot_codec
+    snapshots = state.snapshots
+
+    def second_snapshot(slot: int, key: bytes) -> None:
+        """Another one of the key is here already, maybe committed since the restart: the better of the two stays."""
+        if not state.claims_exact(slot):
+            snapshots.recover(slot, None)
+            return
+        snapshots.pin(slot)
+        snapshots.recover(slot, None)
+        pulls.check(slot, key)
+        snapshots.unpin(slot)
+
     num_blocks = await _recover(state.blocks, state.claimed_key, reserved, threads)
     num_snapshots = await _recover(
-        state.snapshots, lambda slot: codec.find_key(memory.snapshot(slot)), reserved_snapshots, threads
+        snapshots,
+        lambda slot: codec.find_key(memory.snapshot(slot)),
+        reserved_snapshots,
+        threads,
+        second=second_snapshot,
     )
     logger.info("pool recovered", extra={"blocks": num_blocks, "snapshots": num_snapshots})
-    for slot in state.snapshots.slots_in((SlotState.VALID,)):
-        if state.snapshots.is_suspect(slot):
-            pulls.check(slot)
-            while not pulls.is_idle:
-                await asyncio.sleep(0.001)
+    for slot in snapshots.slots_in((SlotState.VALID,)):
+        key = snapshots.key(slot)
+        if key is not None and snapshots.is_suspect(slot):
+            await pulls.check(slot, key).wait()
 
 
 async def _recover(
-    pool: SlotPool, read_key: Callable[[int], bytes | None], reserved: set[int], threads: Executor
+    pool: SlotPool,
+    read_key: Callable[[int], bytes | None],
+    reserved: set[int],
+    threads: Executor,
+    *,
+    second: Callable[[int, bytes], None] | None = None,
 ) -> int:
-    """Number of slots that hold something."""
+    """Number of slots that hold something. second: recovers a slot whose key another slot has already; None: the other stays."""
     loop = asyncio.get_running_loop()
 
     def read_keys(slots: Iterable[int]) -> list[bytes | None]:
@@ -86,7 +106,10 @@ async def _recover(
         chunk = [slot for slot in range(start, min(start + _CHUNK, pool.num_slots)) if slot not in reserved]
         keys = await loop.run_in_executor(threads, read_keys, chunk)
         for slot, key in zip(chunk, keys, strict=True):
-            pool.recover(slot, key)
+            if second is not None and key is not None and pool.find(key) is not None:
+                second(slot, key)
+            else:
+                pool.recover(slot, key)
             num_found += key is not None
     return num_found
 

@@ -63,8 +63,9 @@ class KvdService(kv_pb2_grpc.KvdServicer):
             await context.write(pb.SessionResponse(ready=pb.SessionReady()))
             notices = asyncio.create_task(self._send_notices(context))
             try:
-                async for _beat in request_iterator:
-                    pass
+                async for request in request_iterator:
+                    if request.WhichOneof("m") == "abandon":
+                        self._keeper.abandon(session, request.abandon.call_ids)
             finally:
                 notices.cancel()
                 with suppress(asyncio.CancelledError, grpc.aio.UsageError, asyncio.InvalidStateError):
@@ -87,6 +88,7 @@ class KvdService(kv_pb2_grpc.KvdServicer):
             limit_seconds=limit.seconds + limit.nanos * 1e-9 or _DEFAULT_LIMIT_SECONDS,
             refuse_replayed=request.refuse_replayed,
             step_waits=request.step_waits,
+            call_id=request.call_id,
         )
         try:
             answer = await self._keeper.open(request.owner_epoch, ask)
@@ -101,6 +103,7 @@ class KvdService(kv_pb2_grpc.KvdServicer):
                 num_blocks=request.num_blocks,
                 num_snapshots=request.num_snapshots,
                 tenant=request.tenant,
+                call_id=request.call_id,
             )
         except (ConfigError, CapacityError) as error:
             await _refuse(context, error)

@@ -4,11 +4,15 @@ Owned by the Keeper. The trap: a broken stream does not mean that the rank is de
 slots it reserved, so its slots go only when the grace is over and the kernel says the process is gone.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prefill_engine.kv.pool_memory import MAX_RANKS, PoolGeometry
 from prefill_plan.errors import ConfigError
+
+_MOST_ABANDONED = 1024
+"""A frozen kvd finds as many calls as its ranks make in the time of one answer, a few dozen."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,6 +27,8 @@ class Session:
     connection: int = 0
     is_ready: bool = False
     grace_until: float | None = None
+    abandoned: "deque[int]" = field(default_factory=lambda: deque(maxlen=_MOST_ABANDONED))
+    """Latest calls whose answer the rank waits for no more: they get nothing, should they still be under way."""
 
 
 class Sessions:

@@ -167,13 +167,13 @@ class SlotPool:
         if self._index.setdefault(key, slot) == slot:
             self._keys[slot] = key
 
-    def finish(self, slot: int, key: bytes) -> bool:
+    def finish(self, slot: int, key: bytes, *, yields: bool = False) -> bool:
         """`key` stands complete and verified in the FILLING slot. The first valid one wins: False = another slot is VALID
-        under it, and this one goes with its last holder."""
+        under it, and this one goes with its last holder. yields: it also gives way to one that is suspect."""
         assert self._states[slot] == SlotState.FILLING, slot
         self._writers[slot] = max(0, self._writers[slot] - 1)
         other = self._index.get(key)
-        if other is not None and other != slot and self._suspect[other]:
+        if other is not None and other != slot and self._suspect[other] and not yields:
             self.quarantine(other)
             self._settle(other)
             other = None

@@ -81,15 +81,14 @@ class SnapshotPulls:
         self._num_running += 1
         self._run(self._pull(slot, key, locations))
 
-    def check(self, slot: int) -> None:
-        """Verifies a suspect slot, which a restart left."""
-        snapshots = self._state.snapshots
-        key = snapshots.key(slot)
-        assert key is not None
-        snapshots.pin(slot)
-        snapshots.start_fill(slot, key)
+    def check(self, slot: int, key: bytes) -> asyncio.Event:
+        """Verifies what a restart left in a slot that is suspect, or FILLING and pinned; the event is set at its end."""
+        self._state.snapshots.pin(slot)
+        self._state.snapshots.start_fill(slot, key)
         self._num_running += 1
-        self._run(self._check(slot, key))
+        done = asyncio.Event()
+        self._run(self._check(slot, key, done))
+        return done
 
     def find(self, key: bytes) -> Source | None:
         """Transport.listen's question: our snapshot at the end of the block with this key, pinned while it is sent."""
@@ -160,7 +159,7 @@ class SnapshotPulls:
             self._num_running -= 1
             self._state.snapshots.unpin(slot)
 
-    async def _check(self, slot: int, key: bytes) -> None:
+    async def _check(self, slot: int, key: bytes, done: asyncio.Event) -> None:
         try:
             failure = await self._verify(slot, key)
             if failure is None:
@@ -172,6 +171,7 @@ class SnapshotPulls:
         finally:
             self._num_running -= 1
             self._state.snapshots.unpin(slot)
+            done.set()
 
     async def _verify(self, slot: int, key: bytes) -> str | None:
         record = self._state.memory.snapshot(slot)

@@ -46,6 +46,8 @@ class Attempt:
     """Goes into the window rings at the first chunk; kept until that chunk is committed."""
     promised_snapshot: int = 0
     """Position of the snapshot that the source said it holds, until it is here or lost; 0 = none."""
+    snapshot_due: float = 0.0
+    """CLOCK_MONOTONIC seconds until which its first step waits for a snapshot from a peer; 0 = it waits for none."""
     block_slots: tuple[int, ...] = ()
     """Slots of blocks 0..ceil(L/128)-1, each referenced once, from admission on."""
     state_slot: int = -1
@@ -108,6 +110,10 @@ class Attempt:
     def rows_computed(self) -> int:
         """Rows done so far, replayed ones included."""
         return 0 if self.positions is None else self.next_row - self.positions.compute_start
+
+    def is_held_back(self, now: float) -> bool:
+        """Whether it had better not begin yet: a snapshot may still come that spares the replay it is planned with."""
+        return now < self.snapshot_due and not self.is_window_set
 
     @property
     def is_idle(self) -> bool:

@@ -20,7 +20,7 @@ class SnapshotOutlook(Enum):
 
     NONE = auto()
     HELD = auto()  # on this node: will be here before the first chunk
-    PULLING = auto()  # on its way from a peer: used if it arrives in time, never waited for
+    PULLING = auto()  # on its way from a peer: used if it arrives in time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,13 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupDone:
-    """present: leading keys beyond the resident ones that the source seems to have."""
+    """present: leading keys beyond the resident ones that the source seems to have. snapshot_due: CLOCK_MONOTONIC seconds until
+    which a PULLING snapshot is worth a wait."""
 
     attempt_id: bytes
     present: int
     snapshot: SnapshotOutlook = SnapshotOutlook.NONE
+    snapshot_due: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

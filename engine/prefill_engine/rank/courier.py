@@ -2,7 +2,8 @@
 
 The step thread tells it what is complete and is never waited for; the front hears from it directly (PushReport). The trap: it
 works on views of pool slots, so an attempt with a push is not idle until `collect` has named it: only then is nothing in
-flight any more (serving.md 0, fact 5), and a push that was cancelled or failed is not over before that either.
+flight any more (serving.md 0, fact 5), and a push that was cancelled or failed is not over before that either. A fault of ours
+can't promise that, so it ends the rank: `collect` raises it.
 """
 
 import asyncio
@@ -47,6 +48,7 @@ class Courier:
         self._report = report
         self._wake = wake
         self._drained: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._fault: BaseException | None = None
         self._pushes: dict[bytes, Push] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
@@ -89,7 +91,9 @@ class Courier:
         self._call(self._cancel, attempt_id)
 
     def collect(self) -> Iterator[bytes]:
-        """Attempts whose push has drained since the last call."""
+        """Attempts whose push has drained since the last call. Raises what a push ended with unexpectedly."""
+        if self._fault is not None:
+            raise self._fault
         while True:
             try:
                 yield self._drained.get_nowait()
@@ -99,6 +103,7 @@ class Courier:
     # --- courier's thread
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(self._note_failure)
         try:
             self._loop.run_forever()
         finally:
@@ -129,7 +134,23 @@ class Courier:
         self._pushes[attempt_id] = push
         task = self._loop.create_task(self._carry(push))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._carried)
+
+    def _carried(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A call of the step thread failed here; what else the loop tells is logged as usual."""
+        error = context.get("exception")
+        if error is not None and "handle" in context:
+            self._fail(error)
+        loop.default_exception_handler(context)
+
+    def _fail(self, error: BaseException) -> None:
+        self._fault = self._fault or error
+        self._wake()
 
     def _add(self, attempt_id: bytes, kind: int, parts: tuple[bytes | memoryview, ...]) -> None:
         push = self._pushes.get(attempt_id)

@@ -87,11 +87,15 @@ class KvKeeper:
         return attempt.read_pending
 
     def finish_look_up(self, attempt: Attempt, done: LookupDone) -> None:
-        """Positions for what the source found. A snapshot that it holds is counted on; one that is being pulled is not."""
+        """Positions for what the source found. A snapshot that it holds is counted on; for one that is being pulled the attempt
+        is held back a moment, where it would spare the replay."""
         present_blocks = len(attempt.resident_slots) + done.present
         if done.snapshot is SnapshotOutlook.HELD:
             attempt.promised_snapshot = present_blocks * BLOCK_TOKENS
-        self.resolve(attempt, present_blocks=present_blocks)
+        plan = self.resolve(attempt, present_blocks=present_blocks)
+        is_of_use = plan.replay_tokens > 0 and plan.hit_tokens == present_blocks * BLOCK_TOKENS
+        if done.snapshot is SnapshotOutlook.PULLING and is_of_use:
+            attempt.snapshot_due = done.snapshot_due
 
     def resolve(self, attempt: Attempt, *, present_blocks: int) -> PrefillPositions:
         """Positions for a hit of `present_blocks` blocks; takes hold of the snapshot if one is there."""
@@ -120,7 +124,7 @@ class KvKeeper:
     def take_snapshot_in(self, attempt: Attempt, snapshot: SwaSnapshot | None) -> None:
         """The snapshot of the look-up is here, or lost. One that fits spares the replay of an attempt that has not begun; in the
         middle of its first step it is too late."""
-        attempt.promised_snapshot = 0
+        attempt.promised_snapshot, attempt.snapshot_due = 0, 0.0
         if snapshot is None or attempt.is_window_set or snapshot.position != attempt.plan.hit_tokens:
             return
         attempt.snapshot = snapshot
@@ -195,7 +199,10 @@ class KvKeeper:
             self.blocks.publish_loaded(attempt.block_slots[first:end], attempt.keys[first:end], provenances)
         self._own_blocks_from(attempt, hit_blocks)
         attempt.num_published = hit_blocks
-        return attempt.plan.hit_tokens < hit_before
+        has_shrunk = attempt.plan.hit_tokens < hit_before
+        if has_shrunk:
+            attempt.snapshot_due = 0.0  # it is of another position
+        return has_shrunk
 
     def _own_blocks_from(self, attempt: Attempt, first_block: int) -> None:
         """Swaps resident blocks beyond a shrunk hit for fresh ones: rows will be computed there, and others read the old ones."""

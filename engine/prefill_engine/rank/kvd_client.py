@@ -1,10 +1,12 @@
 """A rank's end of kvd's socket: one session kept up by a thread of its own, and calls that never raise.
 
 Used by KvdSource's threads, never by the step thread. Owner of the channel and of the pool's mapping. The traps: a call without
-a deadline would hang with a stopped kvd, so each has one; after a restart of kvd the pool may be another file, so whoever holds
-a Link compares it before trusting what it wrote or read.
+a deadline would hang with a stopped kvd, so each has one, and what it may have been granted meanwhile is given back on the
+session, which kvd reads when it goes on; after a restart of kvd the pool may be another file, so whoever holds a Link compares it
+before trusting what it wrote or read.
 """
 
+import itertools
 import logging
 import queue
 import secrets
@@ -29,11 +31,12 @@ PROTOCOL = 1
 # kvd ends a session that is silent for longer than 2 s (kv.proto).
 _BEAT_SECONDS = 0.5
 _RETRY_SECONDS = 0.2
+_AWAY = "away"
 _CALL_SECONDS = 2.0
 _COMMIT_SECONDS = 30.0
 """Commit answers when the medium has the blocks; nobody waits for it but the store report."""
 _LATE_SECONDS = 10.0
-"""An Open is waited for this much longer than anybody needs it: a lease nobody learns of would stay until the session ends."""
+"""An Open is waited for this much longer than anybody needs it: its lease can then be closed by its id."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", 16 << 20),
@@ -43,11 +46,12 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One session that is up. epoch: kvd's, as the pool's header had it when the session began."""
+    """One session that is up. epoch: kvd's, as the pool's header had it when the session began. say: sends on the session."""
 
     stub: kv_pb2_grpc.KvdStub
     pool: PoolMemory
     epoch: int
+    say: Callable[[kv_pb2.SessionRequest], None]
 
     @property
     def is_current(self) -> bool:
@@ -79,7 +83,8 @@ class KvdClient:
         self._pools: list[PoolMemory] = []
         self._unclosed: set[int] = set()
         self._filling: set[int] = set()
-        self._is_away_told = False
+        self._call_ids = itertools.count(1)
+        self._told = ""
         self._store_ok = True
         self._down_since = time.monotonic()
         self._failure: ConfigError | None = None
@@ -129,20 +134,31 @@ class KvdClient:
 
     # --- calls
     def open(self, request: kv_pb2.OpenRequest, done: Callable[["kv_pb2.OpenResponse | None"], None]) -> None:
-        """Calls done(answer) later, on a thread of grpc's; None = no answer. It may come long after anybody waits for it."""
+        """Calls done(answer) later, on a thread of grpc's; None = no answer. It may come long after anybody waits for it. Sets
+        the request's call_id."""
         link = self._link
         if link is None:
             done(None)
-        else:
-            _call(link.stub.Open, request, seconds=self.settings.open_seconds + _LATE_SECONDS, done=done)
+            return
+        request.call_id = next(self._call_ids)
+
+        def end(answer: kv_pb2.OpenResponse | None) -> None:
+            if answer is None:
+                _abandon(link, request.call_id)
+            done(answer)
+
+        _call(link.stub.Open, request, seconds=self.settings.open_seconds + _LATE_SECONDS, done=end)
 
     def reserve(self, link: Link, request: kv_pb2.ReserveSlotsRequest) -> kv_pb2.ReserveSlotsResponse | None:
         """Waits for the answer; None = none came. Slots that were granted are the caller's until `filled`, over a restart of
-        kvd, too."""
+        kvd, too. Sets the request's call_id."""
+        request.call_id = next(self._call_ids)
         answers: queue.SimpleQueue[kv_pb2.ReserveSlotsResponse | None] = queue.SimpleQueue()
         _call(link.stub.Reserve, request, seconds=_CALL_SECONDS, done=answers.put)
         answer = answers.get()
-        if answer is not None and answer.reservation_id:
+        if answer is None:
+            _abandon(link, request.call_id)
+        elif answer.reservation_id:
             self._filling.add(answer.reservation_id)
         return answer
 
@@ -151,7 +167,7 @@ class KvdClient:
         to let go, since the commit is not for it."""
         self._filling.discard(reservation_id)
         if not link.is_current:
-            self.close(lease_ids=[reservation_id])
+            self.close([reservation_id])
 
     def commit(
         self,
@@ -159,8 +175,15 @@ class KvdClient:
         request: kv_pb2.CommitRequest,
         done: Callable[["kv_pb2.CommitResponse | None"], None],
     ) -> None:
-        """Calls done(answer) when kvd has stored the blocks or given up."""
-        _call(link.stub.Commit, request, seconds=_COMMIT_SECONDS, done=done)
+        """Calls done(answer) when kvd has stored the blocks or given up. Without an answer the reservation is closed: the
+        commit may never have begun."""
+
+        def end(answer: kv_pb2.CommitResponse | None) -> None:
+            if answer is None:
+                self.close([request.reservation_id])
+            done(answer)
+
+        _call(link.stub.Commit, request, seconds=_COMMIT_SECONDS, done=end)
 
     def truncate(self, lease_id: int, *, num_blocks: int) -> None:
         """Tells kvd that the end of a lease is not needed; nobody waits for the answer."""
@@ -169,23 +192,22 @@ class KvdClient:
             request = kv_pb2.TruncateRequest(lease_id=lease_id, num_blocks=num_blocks)
             _call(link.stub.Truncate, request, seconds=_CALL_SECONDS, done=lambda _answer: None)
 
-    def close(self, *, lease_ids: Sequence[int] = (), reservation_ids: Sequence[int] = ()) -> None:
-        """Ends leases and reservations; nobody waits. Leases of a kvd that is away are closed when it is back, since it may have
-        adopted them."""
-        self._unclosed.update(lease_ids)
-        self._send_close(reservation_ids)
+    def close(self, ids: Sequence[int]) -> None:
+        """Ends leases and reservations; nobody waits. Those of a kvd that is away or frozen are closed when it is back, since
+        it may have adopted them."""
+        self._unclosed.update(ids)
+        self._send_close()
 
-    def _send_close(self, reservation_ids: Sequence[int] = ()) -> None:
-        link, lease_ids = self._link, tuple(self._unclosed)
-        if link is None or not (lease_ids or reservation_ids):
+    def _send_close(self) -> None:
+        link, ids = self._link, tuple(self._unclosed)
+        if link is None or not ids:
             return
 
         def end(answer: kv_pb2.CloseResponse | None) -> None:
             if answer is not None:
-                self._unclosed.difference_update(lease_ids)
+                self._unclosed.difference_update(ids)
 
-        request = kv_pb2.CloseRequest(lease_ids=lease_ids, reservation_ids=reservation_ids)
-        _call(link.stub.Close, request, seconds=_CALL_SECONDS, done=end)
+        _call(link.stub.Close, kv_pb2.CloseRequest(lease_ids=ids), seconds=_CALL_SECONDS, done=end)
 
     # --- the session thread
     def _run(self) -> None:
@@ -212,12 +234,14 @@ class KvdClient:
         if not self._settled.is_set():
             self._failure = error
             self._settled.set()
-        logger.error("kvd can't be used", extra={"error": error.message})
+        if self._told != error.message:  # once: the next try is a moment away
+            self._told = error.message
+            logger.error("kvd can't be used; every hit is a miss until it can", extra={"error": error.message})
 
     def _serve_session(self, stub: kv_pb2_grpc.KvdStub) -> None:
         requests: queue.SimpleQueue[kv_pb2.SessionRequest | None] = queue.SimpleQueue()
         requests.put(self._hello())
-        self._session = session = stub.Session(_with_beats(requests))
+        self._session = session = stub.Session(_with_beats(requests, self._send_close))
         link: Link | None = None
         try:
             if self._stopping.is_set():  # stop() may have cancelled the session before this one
@@ -226,7 +250,7 @@ class KvdClient:
                 match response.WhichOneof("m"):
                     case "welcome":
                         pool = self._map(response.welcome)
-                        link = Link(stub=stub, pool=pool, epoch=response.welcome.kvd_epoch)
+                        link = Link(stub=stub, pool=pool, epoch=response.welcome.kvd_epoch, say=requests.put)
                         pool.set_echo(response.welcome.echo_index, self.owner_epoch)
                         requests.put(kv_pb2.SessionRequest(attached=kv_pb2.SessionAttached()))
                     case "ready":
@@ -279,8 +303,8 @@ class KvdClient:
 
     def _tell_away(self, error: grpc.RpcError) -> None:
         """Once per absence: the next try is a moment away."""
-        if not self._is_away_told:
-            self._is_away_told = True
+        if self._told != _AWAY:
+            self._told = _AWAY
             detail = error.details() if isinstance(error, grpc.Call) else str(error)
             logger.warning("no session with kvd; every hit is a miss until it is back", extra={"error": detail})
 
@@ -288,7 +312,7 @@ class KvdClient:
         was_up = self._link is not None
         self._link = link
         if link is not None:
-            self._is_away_told = False
+            self._told = ""
         if link is None and was_up:
             self._down_since = time.monotonic()
         if was_up or link is not None:
@@ -296,13 +320,22 @@ class KvdClient:
             self._on_change()
 
 
-def _with_beats(requests: "queue.SimpleQueue[kv_pb2.SessionRequest | None]") -> Iterator[kv_pb2.SessionRequest]:
+def _abandon(link: Link, call_id: int) -> None:
+    """A call that kvd did not answer in time may still be granted something. The session keeps the order of what is said on it
+    and needs no answer: a kvd that was frozen reads it when it goes on, and one that is restarted asks what is held."""
+    link.say(kv_pb2.SessionRequest(abandon=kv_pb2.SessionAbandon(call_ids=[call_id])))
+
+
+def _with_beats(
+    requests: "queue.SimpleQueue[kv_pb2.SessionRequest | None]", on_beat: Callable[[], None]
+) -> Iterator[kv_pb2.SessionRequest]:
     """What is put, and beats in between."""
     while True:
         try:
             request = requests.get(timeout=_BEAT_SECONDS)
         except queue.Empty:
             request = kv_pb2.SessionRequest(beat=kv_pb2.SessionBeat())
+            on_beat()
         if request is None:
             return
         yield request

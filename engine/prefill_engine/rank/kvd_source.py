@@ -275,7 +275,7 @@ class KvdSource:
         hit = None if link is None or answer is None else _read_answer(answer, ask.request, link)
         if ask.is_dropped or hit is None:
             if answer is not None and answer.lease_id:
-                self.client.close(lease_ids=[answer.lease_id])
+                self.client.close([answer.lease_id])
             hit = None
         if not ask.is_dropped:
             self._answer(ask, hit)
@@ -293,7 +293,8 @@ class KvdSource:
         self._counters.add(f"kv_open_{_mode(found, outlook)}")
         self._counters.add("kv_requested_tokens", len(ask.request.keys) * BLOCK_TOKENS)
         self._counters.add("kv_hit_tokens", found * BLOCK_TOKENS)
-        self._post(LookupDone(attempt_id=attempt_id, present=present, snapshot=outlook))
+        due = time.monotonic() + self._settings.snapshot_seconds
+        self._post(LookupDone(attempt_id=attempt_id, present=present, snapshot=outlook, snapshot_due=due))
 
     def _load(self, load: Load, progress: LoadProgress) -> None:
         """Begins with the lease of the look-up, or with a new one where that one does not cover the load: blocks that were
@@ -365,7 +366,7 @@ class KvdSource:
         hit = self._leases.hits.get(attempt_id)
         if hit is not None and not hit.is_loading:
             del self._leases.hits[attempt_id]
-            self.client.close(lease_ids=[hit.lease_id])
+            self.client.close([hit.lease_id])
 
 
 def _read_answer(answer: kv_pb2.OpenResponse, request: LookUp, link: Link) -> _Hit | None:

@@ -104,7 +104,7 @@ class KvdWriter:
             blocks.append(kv_pb2.CommitBlock(key=item.key, slot=slot))
         self._client.filled(link, granted.reservation_id)
         if not blocks:
-            self._client.close(reservation_ids=[granted.reservation_id])
+            self._client.close([granted.reservation_id])
             return False
         index = len(job.committed)
         job.committed.append(0)

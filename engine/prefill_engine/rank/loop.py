@@ -79,10 +79,11 @@ class StepLoop:
         return is_busy
 
     def _idle_seconds(self) -> float:
-        """How long nothing may happen before a report or a canary is due."""
+        """How long nothing may happen before a report, a canary or an attempt that was held back is due."""
         now = time.monotonic()
         canary = self._last_step_seconds + self._config.scheduler.canary_seconds
-        return max(0.0, min(canary, self._last_report_seconds + _REPORT_SECONDS) - now)
+        held_back = self._planner.next_due(self._engine.attempts.values(), now=now)
+        return max(0.0, min(canary, self._last_report_seconds + _REPORT_SECONDS, held_back) - now)
 
     def _check_store(self) -> None:
         if self._config.store.required and self._source.is_lost:
@@ -98,7 +99,7 @@ class StepLoop:
 
     def _step(self, before_step: Callable[[], None]) -> bool:
         """Runs a step if any rank has work, or a canary if one is due; True = real work was done here."""
-        decision = self._planner.plan(self._engine.attempts.values())
+        decision = self._planner.plan(self._engine.attempts.values(), now=time.monotonic())
         wishes = self._exchange.agree(step_wish(decision, stop_epoch=0))
         if any(wish.has_work for wish in wishes):
             decision = self._planner.agree(decision, [wish.rows for wish in wishes])

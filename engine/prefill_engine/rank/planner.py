@@ -4,6 +4,7 @@ Owner of SchedulerState, AdmissionState and CostModel of the rank; called by the
 the engine.
 """
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -57,15 +58,18 @@ class RankPlanner:
         self._admission = decision.state
         return decision
 
-    def plan(self, attempts: Iterable[Attempt]) -> StepDecision:
-        """The next step of this rank; its rows count as served."""
-        candidates = [
-            self._candidate(each) for each in attempts if each.phase is AttemptPhase.RUNNING and not each.ended
-        ]
+    def plan(self, attempts: Iterable[Attempt], *, now: float) -> StepDecision:
+        """The next step of this rank; its rows count as served. An attempt that is held back is not in it, and holds up no other.
+        now: CLOCK_MONOTONIC seconds."""
+        candidates = [self._candidate(each) for each in _runnable(attempts) if not each.is_held_back(now)]
         decision, self._state = plan_step(
-            candidates, state=self._state, config=self._scheduler, cost=self.cost, now=time.monotonic()
+            candidates, state=self._state, config=self._scheduler, cost=self.cost, now=now
         )
         return decision
+
+    def next_due(self, attempts: Iterable[Attempt], *, now: float) -> float:
+        """When the first attempt that is held back may begin without what it waits for; inf = none is."""
+        return min((each.snapshot_due for each in _runnable(attempts) if each.is_held_back(now)), default=math.inf)
 
     def agree(self, decision: StepDecision, all_rows: list[int]) -> StepDecision:
         """The decision after all ranks have said how many rows they want."""
@@ -137,3 +141,7 @@ class RankPlanner:
             prompt_tokens=attempt.prompt_tokens,
             decoder_floor=0 if attempt.positions is None or self._masks else attempt.positions.decoder_floor,
         )
+
+
+def _runnable(attempts: Iterable[Attempt]) -> Iterable[Attempt]:
+    return (each for each in attempts if each.phase is AttemptPhase.RUNNING and not each.ended)

@@ -91,7 +91,7 @@ class _Rank:
             lanes[0].send(message)
 
         return Courier(
-            lambda: TcpTransport(TransportConfig(host=config.server.host, port=port)),
+            lambda: TcpTransport(TransportConfig(host=config.server.host, port=port, tls=config.handoff.tls)),
             piece_seconds=config.handoff.piece_seconds,
             report=report,
             wake=self._lanes.wake,

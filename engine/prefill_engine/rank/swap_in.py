@@ -287,6 +287,10 @@ class SwapIn:
                 del self._loads[state.job.attempt_id]
         if is_first:
             self._report(state, ending)
+        elif state.wants_snapshot:
+            self._post(
+                SnapshotDone(attempt_id=state.job.attempt_id, snapshot=None)
+            )  # the lease went while it was on its way
         if is_over:
             self._on_end(state.job.attempt_id)
         if is_first:

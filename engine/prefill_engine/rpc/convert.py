@@ -220,6 +220,7 @@ def _completed_message(body: Completed) -> prefill_pb2.Completed:
         replayed_tokens=body.usage.replayed_tokens,
         image_tokens=body.usage.image_tokens,
         kv_bytes_moved=body.usage.kv_bytes_moved,
+        already_cached_tokens=body.usage.already_cached_tokens,
     )
     return prefill_pb2.Completed(
         usage=usage,

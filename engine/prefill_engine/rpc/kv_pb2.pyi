@@ -11,14 +11,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "attached", "beat")
+    __slots__ = ("hello", "attached", "beat", "abandon")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
+    ABANDON_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     attached: SessionAttached
     beat: SessionBeat
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., beat: _Optional[_Union[SessionBeat, _Mapping]] = ...) -> None: ...
+    abandon: SessionAbandon
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., beat: _Optional[_Union[SessionBeat, _Mapping]] = ..., abandon: _Optional[_Union[SessionAbandon, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("protocol", "engine_id", "rank", "owner_epoch", "geometry", "snapshot_bytes", "held_leases")
@@ -59,6 +61,12 @@ class SessionAttached(_message.Message):
 class SessionBeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SessionAbandon(_message.Message):
+    __slots__ = ("call_ids",)
+    CALL_IDS_FIELD_NUMBER: _ClassVar[int]
+    call_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, call_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("welcome", "ready", "notice")
@@ -101,7 +109,7 @@ class SessionNotice(_message.Message):
     def __init__(self, store_ok: _Optional[bool] = ..., transport: _Optional[str] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("owner_epoch", "attempt_id", "keys", "resident_blocks", "tenant", "want_snapshot", "limit", "refuse_replayed", "step_waits")
+    __slots__ = ("owner_epoch", "attempt_id", "keys", "resident_blocks", "tenant", "want_snapshot", "limit", "refuse_replayed", "step_waits", "call_id")
     OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +119,7 @@ class OpenRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _ClassVar[int]
     REFUSE_REPLAYED_FIELD_NUMBER: _ClassVar[int]
     STEP_WAITS_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     owner_epoch: int
     attempt_id: bytes
     keys: bytes
@@ -120,7 +129,8 @@ class OpenRequest(_message.Message):
     limit: _duration_pb2.Duration
     refuse_replayed: bool
     step_waits: bool
-    def __init__(self, owner_epoch: _Optional[int] = ..., attempt_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., resident_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., want_snapshot: _Optional[bool] = ..., limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., refuse_replayed: _Optional[bool] = ..., step_waits: _Optional[bool] = ...) -> None: ...
+    call_id: int
+    def __init__(self, owner_epoch: _Optional[int] = ..., attempt_id: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., resident_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., want_snapshot: _Optional[bool] = ..., limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., refuse_replayed: _Optional[bool] = ..., step_waits: _Optional[bool] = ..., call_id: _Optional[int] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
     __slots__ = ("lease_id", "lease_row", "found_blocks", "slots", "snapshot", "snapshot_slot", "shrunk_blocks", "retry_after")
@@ -153,18 +163,20 @@ class OpenResponse(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., lease_row: _Optional[int] = ..., found_blocks: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., snapshot: _Optional[_Union[OpenResponse.Snapshot, str]] = ..., snapshot_slot: _Optional[int] = ..., shrunk_blocks: _Optional[int] = ..., retry_after: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ReserveSlotsRequest(_message.Message):
-    __slots__ = ("owner_epoch", "attempt_id", "num_blocks", "num_snapshots", "tenant")
+    __slots__ = ("owner_epoch", "attempt_id", "num_blocks", "num_snapshots", "tenant", "call_id")
     OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
     owner_epoch: int
     attempt_id: bytes
     num_blocks: int
     num_snapshots: int
     tenant: str
-    def __init__(self, owner_epoch: _Optional[int] = ..., attempt_id: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., num_snapshots: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    call_id: int
+    def __init__(self, owner_epoch: _Optional[int] = ..., attempt_id: _Optional[bytes] = ..., num_blocks: _Optional[int] = ..., num_snapshots: _Optional[int] = ..., tenant: _Optional[str] = ..., call_id: _Optional[int] = ...) -> None: ...
 
 class ReserveSlotsResponse(_message.Message):
     __slots__ = ("reservation_id", "slots", "snapshot_slots")

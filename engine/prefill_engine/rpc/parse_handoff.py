@@ -3,6 +3,7 @@
 The trap: a push is refused here, before anything is computed, unless the decode peer granted room for exactly what will come.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prefill_engine.front.call import PushPlan
@@ -10,6 +11,7 @@ from prefill_engine.front.served_model import BLOCK_KV, ServedModel
 from prefill_engine.handoff_pieces import KEY_BYTES, PushRegion
 from prefill_engine.rpc import common_pb2, prefill_pb2
 from prefill_engine.rpc.status import refuse
+from prefill_plan.layer_spec import BLOCK_TOKENS
 
 _MAX_PIECE_BYTES = 1 << 26
 _DEFAULT_GRANT_SECONDS = 30.0
@@ -92,7 +94,15 @@ def _parse_push(plan: prefill_pb2.HandoffPlan, served: ServedModel, *, num_token
         lease_seconds=seconds if seconds > 0 else _DEFAULT_GRANT_SECONDS,
         regions=regions,
         early_send=plan.early_send,
+        already_cached_tokens=_already_cached(regions, served),
     )
+
+
+def _already_cached(regions: Sequence[PushRegion], served: ServedModel) -> int:
+    """Tokens of the whole blocks before the first one that is granted."""
+    block_bytes = served.format.lengths(BLOCK_TOKENS).get(BLOCK_KV, 0)
+    offset = next((region.offset for region in regions if region.kind == BLOCK_KV), 0)
+    return offset // block_bytes * BLOCK_TOKENS if block_bytes else 0
 
 
 def _parse_region(part: prefill_pb2.ComponentRegions, served: ServedModel) -> PushRegion:

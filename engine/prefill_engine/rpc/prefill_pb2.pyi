@@ -449,20 +449,22 @@ class Completed(_message.Message):
     def __init__(self, usage: _Optional[_Union[Usage, _Mapping]] = ..., timeline: _Optional[_Iterable[_Union[Stage, _Mapping]]] = ..., handoff: _Optional[_Union[HandoffState, _Mapping]] = ..., store: _Optional[_Union[StoreState, _Mapping]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "computed_tokens", "replayed_tokens", "image_tokens", "kv_bytes_moved")
+    __slots__ = ("prompt_tokens", "cached_tokens", "computed_tokens", "replayed_tokens", "image_tokens", "kv_bytes_moved", "already_cached_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IMAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_MOVED_FIELD_NUMBER: _ClassVar[int]
+    ALREADY_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     computed_tokens: int
     replayed_tokens: int
     image_tokens: int
     kv_bytes_moved: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ...) -> None: ...
+    already_cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., replayed_tokens: _Optional[int] = ..., image_tokens: _Optional[int] = ..., kv_bytes_moved: _Optional[int] = ..., already_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Stage(_message.Message):
     __slots__ = ("phase", "start", "length", "note")

@@ -21,9 +21,10 @@ from prefill_engine.kv.transport.grants import Grant, Grants
 from prefill_engine.kv.transport.link import Link, LinkLost
 from prefill_engine.kv.transport.listener import Listener, read_question, refuse
 from prefill_engine.kv.transport.nixl_agent import NixlAgent, NixlFailed, Place
-from prefill_engine.kv.transport.outcome import always_settled, check_arguments, ended, judge_answer
-from prefill_engine.kv.transport.peer import Peer, ask, read_answer
-from prefill_engine.kv.transport.tcp import MAX_LINKS, MAX_LINKS_PER_PEER, MAX_LINKS_TO_PEER, endpoint_of
+from prefill_engine.kv.transport.outcome import always_settled, check_arguments, ended, is_in_order, judge_answer
+from prefill_engine.kv.transport.peer import read_answer
+from prefill_engine.kv.transport.peers import Peers
+from prefill_engine.kv.transport.tcp import MAX_LINKS, MAX_LINKS_PER_PEER, endpoint_of
 from prefill_engine.kv.transport.tls import load_contexts
 from prefill_plan.errors import ConfigError
 from prefill_plan.kvd_config import TransportConfig
@@ -67,7 +68,7 @@ class NixlTransport:
         self._tls = load_contexts(config.tls)
         self._agents: dict[str, NixlAgent] = {}
         self._starting = asyncio.Lock()
-        self._peers: dict[str, Peer] = {}
+        self._peers = Peers(context=self._tls.client if self._tls else None)
         self._grants = Grants()
         self._stuck_grants: set[Grant] = set()
         self._late: set[_Transfer] = set()
@@ -82,7 +83,7 @@ class NixlTransport:
 
     @property
     def counters(self) -> dict[str, int]:
-        return {**self._own, **self._listener.counters}
+        return {**self._own, "reconnects": self._peers.num_reconnects, **self._listener.counters}
 
     async def listen(self, find: Callable[[bytes], Source | None]) -> str:
         """See Transport.listen. Raises ConfigError: port taken, or UCX can't be brought up here."""
@@ -113,16 +114,14 @@ class NixlTransport:
         return self._grants.accept(key, target, done)
 
     async def close_peer(self, endpoint: str) -> None:
-        peer = self._peers.pop(endpoint, None)
-        if peer is not None:
-            peer.close()
+        self._peers.close(endpoint)
         if any(transfer.endpoint == endpoint for transfer in self._late):
             await self._recycle("reader")
         if self._stuck_grants:
             await self._recycle("owner")
 
     async def close(self) -> None:
-        for endpoint in list(self._peers):
+        for endpoint in self._peers.endpoints():
             await self.close_peer(endpoint)
         await self._listener.close()
         for role in list(self._agents):
@@ -181,16 +180,14 @@ class NixlTransport:
         self, operation: str, question: Frame, transfer: _Transfer, deadline_seconds: float
     ) -> tuple[PullState, str]:
         agent, view = transfer.agent, transfer.view
-        peer = self._peer(transfer.endpoint)
-        link, asked, answer = await self._locate(peer, question, deadline_seconds)
-        in_order = False
-        try:
-            if answer.op is not Op.PLACE:
-                in_order = True
-                bad = judge_answer(answer, expected=Op.PLACE, length=-1)
+        async with self._peers.exchange(transfer.endpoint, question, deadline_seconds=deadline_seconds) as exchange:
+            link, asked = exchange.link, exchange.question
+            if exchange.answer.op is not Op.PLACE:
+                exchange.in_order = is_in_order(exchange.answer)
+                bad = judge_answer(exchange.answer, expected=Op.PLACE, length=-1)
                 assert bad is not None
                 return bad
-            place = await _read_place(link, answer, length=len(view))
+            place = await _read_place(link, exchange.answer, length=len(view))
             if len(view):
                 transfer.held = await agent.call(agent.hold_in_thread, view)
                 begin = agent.call(agent.begin_in_thread, operation, view, place, _note(asked))
@@ -199,14 +196,11 @@ class NixlTransport:
                 transfer.starting = asyncio.create_task(begin)
                 await self._carry_on(transfer, transfer.starting)
             await link.send(encode(replace(asked, op=Op.SETTLED)))
+            bad = None
             if operation == "WRITE":
                 bad = judge_answer(await read_answer(link, asked), expected=Op.STORED, length=len(view))
-                in_order = bad is None
-                return bad or (PullState.DONE, "")
-            in_order = True
-            return PullState.DONE, ""
-        finally:
-            peer.release(link, in_order=in_order)
+            exchange.in_order = bad is None
+            return bad or (PullState.DONE, "")
 
     async def _carry_on(self, transfer: _Transfer, starting: "asyncio.Task[int]") -> None:
         """Waits for the transfer's end. Cancelled, or with its agent destroyed, it leaves is_over False."""
@@ -246,29 +240,6 @@ class NixlTransport:
             await agent.gone.wait()
         transfer.is_over = True
         self._late.discard(transfer)
-
-    async def _locate(self, peer: Peer, question: Frame, deadline_seconds: float) -> tuple[Link, Frame, Frame]:
-        """The link (to be released), what was asked, the answer's header; again on a new link if an idle one had been closed."""
-        patience_ms = max(1, round(deadline_seconds * 1e3))
-        while True:
-            link, is_older = await peer.acquire()
-            asked = replace(question, exchange=peer.next_exchange(), patience_ms=patience_ms)
-            try:
-                return link, asked, await ask(link, asked)
-            except LinkLost:
-                peer.release(link, in_order=False)
-                if not is_older or peer.is_closed:
-                    raise
-            except BaseException:
-                peer.release(link, in_order=False)
-                raise
-
-    def _peer(self, endpoint: str) -> Peer:
-        peer = self._peers.get(endpoint)
-        if peer is None:
-            context = self._tls.client if self._tls else None
-            peer = self._peers[endpoint] = Peer(endpoint, context=context, max_links=MAX_LINKS_TO_PEER)
-        return peer
 
     async def _answer(self, link: Link, question: Frame) -> bool:
         match question.op:

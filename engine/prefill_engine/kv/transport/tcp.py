@@ -6,7 +6,6 @@ after `release` may still leave this machine, so a reader must verify (generatio
 """
 
 import asyncio
-import ssl
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -17,16 +16,16 @@ from prefill_engine.kv.transport.grants import Grants
 from prefill_engine.kv.transport.link import Link, LinkLost
 from prefill_engine.kv.transport.listener import Listener, refuse
 from prefill_engine.kv.transport.outcome import check_arguments, ended, is_in_order, judge_answer
-from prefill_engine.kv.transport.peer import Peer, ask, read_answer
+from prefill_engine.kv.transport.peer import read_answer
+from prefill_engine.kv.transport.peers import MAX_LINKS_TO_PEER, Exchange, Peers
 from prefill_engine.kv.transport.tls import load_contexts
 from prefill_plan.kvd_config import TransportConfig
 
 MAX_LINKS = 1024
 MAX_LINKS_PER_PEER = 32
-MAX_LINKS_TO_PEER = 8
 
-Exchange = Callable[[Link, Frame], Awaitable[tuple[PullState, str, bool]]]
-"""Runs one exchange on a link: state, reason, and whether the connection is still in order."""
+GoOn = Callable[[Exchange], Awaitable[tuple[PullState, str] | None]]
+"""What follows the expected answer; None = done, else how it ended."""
 
 
 class TcpTransport:
@@ -47,8 +46,7 @@ class TcpTransport:
         self._config = config
         self._pod_ip = pod_ip
         self._tls = load_contexts(config.tls)
-        self._max_links_to_peer = max_links_to_peer
-        self._peers: dict[str, Peer] = {}
+        self._peers = Peers(context=self._tls.client if self._tls else None, max_links=max_links_to_peer)
         self._grants = Grants()
         self._find: Callable[[bytes], Source | None] = lambda _key: None
         self._listener = Listener(self._answer, max_links=MAX_LINKS, max_links_per_peer=max_links_per_peer)
@@ -60,7 +58,7 @@ class TcpTransport:
 
     @property
     def counters(self) -> dict[str, int]:
-        return {**self._own, **self._listener.counters}
+        return {**self._own, "reconnects": self._peers.num_reconnects, **self._listener.counters}
 
     async def listen(self, find: Callable[[bytes], Source | None]) -> str:
         """See Transport.listen. Raises ConfigError if the port cannot be bound."""
@@ -72,106 +70,58 @@ class TcpTransport:
     async def pull(self, endpoint: str, key: bytes, target: memoryview, *, deadline_seconds: float) -> PullOutcome:
         """See Transport.pull."""
 
-        async def exchange(link: Link, question: Frame) -> tuple[PullState, str, bool]:
-            answer = await ask(link, question)
-            bad = judge_answer(answer, expected=Op.DATA, length=len(target))
-            if bad is not None:
-                return *bad, is_in_order(answer)
-            await link.receive(target)
-            return PullState.DONE, "", True
+        async def take(exchange: Exchange) -> None:
+            await exchange.link.receive(target)
+            exchange.in_order = True
 
         question = Frame(op=Op.GET, exchange=0, key=key, length=len(target))
-        return await self._run("pull", endpoint, question, exchange, deadline_seconds)
+        return await self._run("pull", endpoint, question, Op.DATA, take, deadline_seconds)
 
     async def push(self, endpoint: str, key: bytes, source: memoryview, *, deadline_seconds: float) -> PullOutcome:
         """See Transport.push."""
 
-        async def exchange(link: Link, question: Frame) -> tuple[PullState, str, bool]:
-            answer = await ask(link, question)
-            bad = judge_answer(answer, expected=Op.GRANTED, length=len(source))
-            if bad is not None:
-                return *bad, is_in_order(answer)
-            await link.send(source)
-            answer = await read_answer(link, question)
-            bad = judge_answer(answer, expected=Op.STORED, length=len(source))
-            return (*bad, False) if bad is not None else (PullState.DONE, "", True)
+        async def give(exchange: Exchange) -> tuple[PullState, str] | None:
+            await exchange.link.send(source)
+            stored = await read_answer(exchange.link, exchange.question)
+            bad = judge_answer(stored, expected=Op.STORED, length=len(source))
+            exchange.in_order = bad is None
+            return bad
 
         question = Frame(op=Op.PUT, exchange=0, key=key, length=len(source))
-        return await self._run("push", endpoint, question, exchange, deadline_seconds)
+        return await self._run("push", endpoint, question, Op.GRANTED, give, deadline_seconds)
 
     def accept(self, key: bytes, target: memoryview, done: Callable[[], None]) -> Callable[[], bool]:
         """See Transport.accept. Revoking closes the connection of a write in flight, so it always answers True."""
         return self._grants.accept(key, target, done)
 
     async def close_peer(self, endpoint: str) -> None:
-        peer = self._peers.pop(endpoint, None)
-        if peer is not None:
-            peer.close()
+        self._peers.close(endpoint)
 
     async def close(self) -> None:
-        for endpoint in list(self._peers):
+        for endpoint in self._peers.endpoints():
             await self.close_peer(endpoint)
         await self._listener.close()
 
     async def _run(
-        self, verb: str, endpoint: str, question: Frame, exchange: Exchange, deadline_seconds: float
+        self, verb: str, endpoint: str, question: Frame, expected: Op, go_on: GoOn, deadline_seconds: float
     ) -> PullOutcome:
         check_arguments(question.key, deadline_seconds)
         started = time.monotonic()
         try:
-            async with asyncio.timeout(deadline_seconds):
-                state, reason = await self._exchange(endpoint, question, exchange, deadline_seconds)
+            async with (
+                asyncio.timeout(deadline_seconds),
+                self._peers.exchange(endpoint, question, deadline_seconds=deadline_seconds) as exchange,
+            ):
+                bad = judge_answer(exchange.answer, expected=expected, length=question.length)
+                if bad is not None:
+                    exchange.in_order = is_in_order(exchange.answer)
+                state, reason = bad or await go_on(exchange) or (PullState.DONE, "")
         except TimeoutError:
             state, reason = PullState.LATE, f"not done within {deadline_seconds:g} s"
         except (LinkLost, FrameError) as error:
             state, reason = PullState.FAILED, str(error)
         self._own[f"{verb}_{state}"] += 1
         return ended(state, reason, started=started)
-
-    async def _exchange(
-        self, endpoint: str, question: Frame, exchange: Exchange, deadline_seconds: float
-    ) -> tuple[PullState, str]:
-        """On an idle connection, and once more on a new one if the peer had closed that meanwhile (it restarted)."""
-        peer = self._peer(endpoint)
-        peer.users += 1
-        try:
-            return await self._exchange_with(peer, question, exchange, deadline_seconds)
-        finally:
-            peer.users -= 1
-            # Peers restart on other ports: what nobody uses and nothing connects is forgotten.
-            if peer.users == 0 and not peer.has_links() and self._peers.get(endpoint) is peer:
-                del self._peers[endpoint]
-
-    async def _exchange_with(
-        self, peer: Peer, question: Frame, exchange: Exchange, deadline_seconds: float
-    ) -> tuple[PullState, str]:
-        while True:
-            link, is_older = await peer.acquire()
-            asked = Frame(
-                op=question.op,
-                exchange=peer.next_exchange(),
-                key=question.key,
-                length=question.length,
-                patience_ms=max(1, round(deadline_seconds * 1e3)),
-            )
-            in_order = False
-            try:
-                state, reason, in_order = await exchange(link, asked)
-            except LinkLost:
-                if not is_older or peer.is_closed:
-                    raise
-                self._own["reconnects"] += 1
-                continue
-            finally:
-                peer.release(link, in_order=in_order)
-            return state, reason
-
-    def _peer(self, endpoint: str) -> Peer:
-        peer = self._peers.get(endpoint)
-        if peer is None:
-            context: ssl.SSLContext | None = self._tls.client if self._tls else None
-            peer = self._peers[endpoint] = Peer(endpoint, context=context, max_links=self._max_links_to_peer)
-        return peer
 
     async def _answer(self, link: Link, question: Frame) -> bool:
         match question.op:

@@ -7,8 +7,8 @@ the key that a pull must present is the second one.
 import ssl
 from dataclasses import dataclass
 
+from prefill_plan.config import TlsConfig
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import TlsConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ def load_contexts(config: TlsConfig) -> TlsContexts | None:
     if not any(files):
         return None
     if not all(files):
-        raise ConfigError(f"transport.tls {files}: expected certificate, key and authority, or none of them")
+        raise ConfigError(f"tls {files}: expected certificate, key and authority, or none of them")
     try:
         server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.authority)
         server.verify_mode = ssl.CERT_REQUIRED
@@ -37,5 +37,5 @@ def load_contexts(config: TlsConfig) -> TlsContexts | None:
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.load_cert_chain(config.certificate, config.key)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"transport.tls {files}: {error}; expected PEM files of a mutual TLS") from error
+        raise ConfigError(f"tls {files}: {error}; expected PEM files of a mutual TLS") from error
     return TlsContexts(server=server, client=client)
