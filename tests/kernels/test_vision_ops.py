@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def naive_attention(qkv: Tensor, positions: Tensor, frequencies: Tensor, bounds:
         pairs = torch.complex(x[..., :half], x[..., half:]) * turn
         turned.append(torch.cat([pairs.real, pairs.imag], dim=-1))
     out = torch.empty_like(v)
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in pairwise(bounds):
         scores = torch.einsum("nhc,mhc->hnm", turned[0][start:end], turned[1][start:end]) / math.sqrt(head_dim)
         out[start:end] = torch.einsum("hnm,mhc->nhc", scores.softmax(-1), v[start:end])
     return out.flatten(1)

@@ -9,6 +9,9 @@ enable_fp_fusion=False, as every rotation.
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+from prefill_kernels.gpu.decode_records import record_offsets
+from prefill_kernels.gpu.formats import dequantise_fp4_e4m3, unpack_fp4
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def turn_tail(  # type: ignore[no-untyped-def]
@@ -67,19 +70,46 @@ def add_keys(q, keys, is_key, scale, reference, total, acc, SPLIT: tl.constexpr)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def end_slot(index_ptr, NUM_SLOTS: tl.constexpr, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Number of slots up to the last key of a row."""
-    slot = tl.arange(0, BLOCK_S)
-    row = tl.load(index_ptr + slot, mask=slot < NUM_SLOTS, other=-1)
-    return tl.max(tl.where(row >= 0, slot + 1, 0), axis=0)
+def no_keys(BLOCK_H: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """reference [H], total [H] and acc [H, C] before the first tile."""
+    reference = tl.full((BLOCK_H,), -1e30, tl.float32)
+    return reference, tl.zeros((BLOCK_H,), tl.float32), tl.zeros((BLOCK_H, WIDTH), tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def first_slot(index_ptr, NUM_SLOTS: tl.constexpr, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First slot of a row that holds a key; BLOCK_S if none does."""
+def first_tile(index_ptr, NUM_SLOTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First tile of a row with a key, or the number of tiles."""
     slot = tl.arange(0, BLOCK_S)
     row = tl.load(index_ptr + slot, mask=slot < NUM_SLOTS, other=-1)
-    return tl.min(tl.where(row >= 0, slot, BLOCK_S), axis=0)
+    tile = tl.min(tl.where(row >= 0, slot, BLOCK_S), axis=0) // BLOCK_J
+    return tl.minimum(tile, (NUM_SLOTS + BLOCK_J - 1) // BLOCK_J)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def end_tile(index_ptr, NUM_SLOTS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_J: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of tiles up to the last key of a row."""
+    slot = tl.arange(0, BLOCK_S)
+    row = tl.load(index_ptr + slot, mask=slot < NUM_SLOTS, other=-1)
+    return tl.cdiv(tl.max(tl.where(row >= 0, slot + 1, 0), axis=0), BLOCK_J)
+
+
+@triton.jit
+def gathered_keys(keys_ptr, row, channel, WIDTH):  # type: ignore[no-untyped-def]
+    """Keys [J, C] bfloat16 of the rows [J]; -1 gives zeros."""
+    return tl.load(keys_ptr + row.to(tl.int64)[:, None] * WIDTH + channel, mask=(row >= 0)[:, None], other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def decoded_keys(  # type: ignore[no-untyped-def]
+    pages_ptr, slots_ptr, row, records_per_page, stride_page, stride_record, WIDTH: tl.constexpr
+):
+    """gathered_keys of fp4 records in pages, row j at slots[j]."""
+    is_key = (row >= 0)[:, None]
+    slot = tl.load(slots_ptr + row, mask=row >= 0, other=0).to(tl.int32)
+    record_ptr = pages_ptr + record_offsets(slot, records_per_page, stride_page, stride_record)[:, None]
+    packed = tl.load(record_ptr + tl.arange(0, WIDTH // 2)[None, :], mask=is_key, other=0)
+    scales = tl.load(record_ptr + WIDTH // 2 + tl.arange(0, WIDTH // 16)[None, :], mask=is_key, other=0)
+    return dequantise_fp4_e4m3(unpack_fp4(packed), scales).to(tl.bfloat16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

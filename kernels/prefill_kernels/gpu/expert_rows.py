@@ -2,7 +2,7 @@
 
 A counting sort in two launches: every program counts the experts of its 1,024 pairs; then every program adds up the counts
 before its own and places its pairs one after another. So pairs of one expert stand in ascending (row, slot) order whatever
-the machine does; there is no atomic. Traffic: 8 bytes per pair, and num_programs**2 * experts * 4 bytes of counts from L2;
+the machine does; no result depends on an order of atomics. Traffic: 8 bytes per pair, and num_programs**2 * experts * 4 bytes of counts from L2;
 bound: latency. The trap: tiles are counted for the worst case, their true number is known on the device only; tiles beyond
 it have no rows, and the grouped products leave them at once.
 """
@@ -33,6 +33,8 @@ _COUNT_WARPS = 8
 _CLEAR_WARPS = 4
 _CLEAR_PAIRS = 16
 _CLEAR_WIDTH = 1024
+# Numbers that change from step to step: a kernel per divisibility would be compiled while requests wait.
+_HOST_COUNTS = ("num_pairs", "num_tiles", "first_expert", "num_local", "num_blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class ExpertRows:
     tiles: Tensor
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_HOST_COUNTS)  # type: ignore[untyped-decorator]
 def _count_pairs_kernel(  # type: ignore[no-untyped-def]
     expert_ids_ptr, counts_ptr, num_pairs, first_expert, num_local, BLOCK_P: tl.constexpr, BINS: tl.constexpr
 ):
@@ -59,7 +61,7 @@ def _count_pairs_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts_ptr + program * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_HOST_COUNTS)  # type: ignore[untyped-decorator]
 def _place_pairs_kernel(  # type: ignore[no-untyped-def]
     expert_ids_ptr,
     counts_ptr,
@@ -120,7 +122,7 @@ def _local_experts(expert_ids_ptr, pair, num_pairs, first_expert, num_local):  #
     return tl.where((local >= 0) & (local < num_local), local, num_local)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_HOST_COUNTS)  # type: ignore[untyped-decorator]
 def _clear_absent_kernel(  # type: ignore[no-untyped-def]
     expert_ids_ptr,
     out_ptr,
@@ -246,7 +248,7 @@ def _cases(num_local: int) -> tuple[AotCase, ...]:
                 for name in kernel.arg_names
             },
             constexprs=constexprs,
-            aligned=tuple(name for name in kernel.arg_names if name.endswith("_ptr") or name == "num_pairs"),
+            aligned=tuple(name for name in kernel.arg_names if name.endswith("_ptr")),
             num_warps=num_warps,
             num_stages=3,
             mma=Mma.NONE,

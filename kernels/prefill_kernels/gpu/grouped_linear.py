@@ -62,6 +62,33 @@ def _store_quarters(  # type: ignore[no-untyped-def]
     _store_both(plain_ptr, seen_ptr, scale_ptr, second, first_row, num_rows, first_out, out_end, num_out, CODES)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_tile(  # type: ignore[no-untyped-def]
+    plain_ptr,
+    seen_ptr,
+    scale_ptr,
+    acc,
+    first_row,
+    num_rows,
+    first_out,
+    out_end,
+    num_out,
+    CODES: tl.constexpr,
+    ROWS_LEFT: tl.constexpr,
+):
+    """_store_both of a tile: two halves of the rows, or with ROWS_LEFT four quarters of the outputs."""
+    if ROWS_LEFT:
+        left, right = out_halves(acc)
+        _store_quarters(plain_ptr, seen_ptr, scale_ptr, left, first_row, num_rows, first_out, out_end, num_out, CODES)
+        first_out += left.shape[1]
+        _store_quarters(plain_ptr, seen_ptr, scale_ptr, right, first_row, num_rows, first_out, out_end, num_out, CODES)
+    else:
+        first, second = row_halves(acc)
+        _store_both(plain_ptr, seen_ptr, scale_ptr, first, first_row, num_rows, first_out, out_end, num_out, CODES)
+        first_row += first.shape[0]
+        _store_both(plain_ptr, seen_ptr, scale_ptr, second, first_row, num_rows, first_out, out_end, num_out, CODES)
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
@@ -114,20 +141,9 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
             ROWS=ROWS,
             WIDTH=WIDTH,
         )
-        if ROWS_LEFT:
-            left, right = out_halves(acc)
-            _store_quarters(
-                plain_ptr, seen_ptr, scale_ptr, left, first_row, num_rows, first_out, out_end, num_out, CODES
-            )
-            first_out += OUT // 2
-            _store_quarters(
-                plain_ptr, seen_ptr, scale_ptr, right, first_row, num_rows, first_out, out_end, num_out, CODES
-            )
-        else:
-            first, second = row_halves(acc)
-            _store_both(plain_ptr, seen_ptr, scale_ptr, first, first_row, num_rows, first_out, out_end, num_out, CODES)
-            first_row += ROWS // 2
-            _store_both(plain_ptr, seen_ptr, scale_ptr, second, first_row, num_rows, first_out, out_end, num_out, CODES)
+        _store_tile(
+            plain_ptr, seen_ptr, scale_ptr, acc, first_row, num_rows, first_out, out_end, num_out, CODES, ROWS_LEFT
+        )
 
 
 def grouped_linear(x_NGK: Tensor, weight: Weight | ExpandedWeight, *, numerics: Numerics, chip: Chip) -> Rows:  # noqa: ARG001

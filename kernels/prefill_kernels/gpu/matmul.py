@@ -133,10 +133,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
         out_tiles += tl.cdiv(num_second, OUT)
     for index in tl.range(tl.program_id(0), row_tiles * out_tiles, tl.num_programs(0), flatten=FLAT):
         row_tile, out_tile = tile_of(index, row_tiles, out_tiles, GROUP)
-        w_ptr = first_ptr
-        w_scale_ptr = first_scale_ptr
-        out_ptr = first_out_ptr
-        num_out = num_first
+        w_ptr, w_scale_ptr, out_ptr, num_out = first_ptr, first_scale_ptr, first_out_ptr, num_first
         if PAIR:
             is_second = out_tile >= first_tiles
             w_ptr = tl.where(is_second, second_ptr, first_ptr)

@@ -29,7 +29,7 @@ _CHOICE_VALUES = 4096
 _CHOICE_WARPS = 4
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("num_rows",))  # type: ignore[untyped-decorator]
 def _logit_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     gate_ptr,
@@ -72,7 +72,7 @@ def _softplus(x):  # type: ignore[no-untyped-def]
     return tl.where(x > 20.0, x, log1p)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=("num_rows",))  # type: ignore[untyped-decorator]
 def _choose_kernel(  # type: ignore[no-untyped-def]
     logit_ptr,
     bias_ptr,
@@ -214,7 +214,7 @@ def aot_cases(chip: Chip) -> tuple[AotCase, ...]:  # noqa: ARG001 - the same lau
             "BLOCK_D": "constexpr",
         },
         constexprs={"WIDTH": width, "BLOCK_N": _BLOCK_N, "BLOCK_X": _BLOCK_X, "BLOCK_D": _BLOCK_D},
-        aligned=("x_ptr", "gate_ptr", "logit_ptr", "num_rows", "num_experts"),
+        aligned=("x_ptr", "gate_ptr", "logit_ptr", "num_experts"),
         num_warps=_LOGIT_WARPS,
         num_stages=_LOGIT_STAGES,
         mma=Mma.BF16,
@@ -240,7 +240,7 @@ def aot_cases(chip: Chip) -> tuple[AotCase, ...]:  # noqa: ARG001 - the same lau
             "BLOCK_X": "constexpr",
         },
         constexprs={"TOPK": topk, **blocks},
-        aligned=(*pointers, "ids_ptr", "weights_ptr", "num_rows", "num_experts"),
+        aligned=(*pointers, "ids_ptr", "weights_ptr", "num_experts"),
         num_warps=_CHOICE_WARPS,
         num_stages=3,
         mma=Mma.NONE,

@@ -51,7 +51,7 @@ def test_random_rows_of_the_released_width_choose_as_ref() -> None:
     inputs = (x, gate, bias, None, torch.ones(9, dtype=torch.bool))
     actual = route(*inputs, topk=6, scaling=1.5, numerics=PRODUCTION)
     expected = ref.route(*inputs, topk=6, scaling=1.5, numerics=PRODUCTION)
-    # No two ranks of these rows are within 1e-4 of each other at the border, a hundred times what the order of a sum changes.
+    # Ranks at the border of the choice are 2e-3 apart at least, a thousand times what the order of a sum changes.
     assert_bitwise(actual.expert_ids, expected.expert_ids)
     assert_close(actual.weights, expected.weights, dtype=torch.float32)
 
