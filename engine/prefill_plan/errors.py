@@ -5,6 +5,7 @@ PrefillError                        code: stable string; retryable; details as a
   CheckpointError                   files of the model do not match its config (exit 11)
   PlanError                         memory, topology, placement impossible; message shows the sum and the limit
   RequestError                      the caller's fault: reason and retry of the wire contract travel along
+    ImageRejected                   an image that cannot be encoded, by its own fault
   CapacityError      retryable      no room now
   KvError
     BlockCorrupt                    a record failed verification; the block is dropped and recomputed
@@ -49,6 +50,15 @@ class RequestError(PrefillError):
     def __init__(self, message: str, *, reason: str, **details: object) -> None:
         super().__init__(message, **details)
         self.reason = reason
+
+
+class ImageRejected(RequestError):
+    """An image that can't be encoded, whoever tries. Whoever knows its index in the request adds it to the text."""
+
+    code = "IMAGE_REJECTED"
+
+    def __init__(self, message: str, *, reason: str = "IMAGE_REJECTED", **details: object) -> None:
+        super().__init__(message, reason=reason, **details)
 
 
 class CapacityError(PrefillError):

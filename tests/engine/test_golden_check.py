@@ -20,16 +20,18 @@ from prefill_engine.model.weights import load_parameters
 from prefill_engine.prompt_run import AttemptTerms, Recorder
 from prefill_kernels.numerics import Numerics
 from prefill_kernels.ops import load_ops
+from prefill_kernels.vision_ops import load_vision_ops
 from prefill_plan.config import RecordFormat
 from prefill_testing.tiny_model import CPU, GOLDEN, prompt_run, random_tokens
 
 OPS = load_ops("ref")
+VISION_OPS = load_vision_ops("ref")
 
 
 @pytest.fixture(scope="module")
 def report() -> GoldenReport:
     """Everything the golden data has, once."""
-    return check_golden(GOLDEN, ops=OPS)
+    return check_golden(GOLDEN, ops=OPS, vision_ops=VISION_OPS)
 
 
 @pytest.mark.parametrize("regime", ["units", "fp32", "fp32q", "bf16", "bf16q", "w_fp32", "quant32", "quant"])
@@ -106,7 +108,7 @@ def test_cli_reports_a_tensor_it_does_not_know(quant_copy: Path, capsys: pytest.
 def test_a_changed_weight_is_found(quant_copy: Path) -> None:
     shard = next(file for file in quant_copy.glob("model-*") if "layers.2.attn.attn_sink" in load_file(file))
     save_file(load_file(shard) | {"layers.2.attn.attn_sink": torch.zeros(4)}, shard)
-    result = check_golden(quant_copy, ops=OPS, regimes=["w_fp32"])
+    result = check_golden(quant_copy, ops=OPS, vision_ops=VISION_OPS, regimes=["w_fp32"])
     out = {finding.tensor for finding in result.findings if not finding.passed}
     assert {"logits", "stream", "final_hidden"} <= out
     assert not {"hash_ids", "engram_out"} & out
@@ -166,7 +168,7 @@ def test_other_sizes_are_checked_too(tmp_path: Path) -> None:
         tmp_path / "cases" / "q_045.safetensors",
     )
     (tmp_path / "manifest.json").write_text('{"cases": {"q_045": {"length": 45, "file": "cases/q_045.safetensors"}}}')
-    result = check_golden(tmp_path, ops=OPS)
+    result = check_golden(tmp_path, ops=OPS, vision_ops=VISION_OPS)
     assert result.passed
     assert {f.tensor for f in result.findings} == {"stream", "swa_last", "ckv_post", "logits_sub", "argmax"}
 
@@ -228,4 +230,4 @@ def test_judge_refuses_another_shape() -> None:
 
 def test_not_golden_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(NotGolden, match="expected golden data"):
-        check_golden(tmp_path, ops=OPS)
+        check_golden(tmp_path, ops=OPS, vision_ops=VISION_OPS)

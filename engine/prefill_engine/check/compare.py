@@ -57,13 +57,25 @@ class GrossLimits:
     short_median: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadLimits:
+    """Distribution of the errors of hidden values that are rounded at every step: largest, 99 % quantile, mean."""
+
+    largest: float
+    quantile99: float
+    mean: float
+
+
 class Judge:
     """Collects the findings of one case."""
 
-    def __init__(self, limits: Limits, *, regime: str, group: str, case: str) -> None:
+    def __init__(
+        self, limits: Limits, *, regime: str, group: str, case: str, findings: list[Finding] | None = None
+    ) -> None:
+        """findings: the list to append to; None: one of its own."""
         self.limits = limits
         self.regime = regime
-        self.findings: list[Finding] = []
+        self.findings: list[Finding] = [] if findings is None else findings
         self._where = {"regime": regime, "group": group, "case": case}
 
     def values(self, tensor: str, got: Tensor, want: Tensor) -> None:
@@ -73,6 +85,13 @@ class Judge:
             self._add(tensor, float(error.max()) if error.numel() else 0.0, self.limits.value)
         else:
             self._add(tensor, _share(error <= self.limits.value), self.limits.values, is_share=True)
+
+    def spread(self, tensor: str, got: Tensor, want: Tensor, limits: SpreadLimits) -> None:
+        """Hidden values by the distribution of their errors."""
+        error = _error(got, want).flatten().sort().values
+        self._add(f"{tensor} max", float(error[-1]), limits.largest)
+        self._add(f"{tensor} 99 %", float(error[int(0.99 * (len(error) - 1))]), limits.quantile99)
+        self._add(f"{tensor} mean", float(error.mean()), limits.mean)
 
     def final_hidden(self, tensor: str, got: Tensor, want: Tensor) -> None:
         """[rows, D] input of the head: as exact as hidden values where those are, else it moves row by row with the logits."""

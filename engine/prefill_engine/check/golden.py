@@ -1,4 +1,4 @@
-"""`prefill-engine check`: runs every case of golden data through our model and compares every tensor.
+"""`prefill-engine check`: runs every case of golden data through our model (and our vision tower) and compares every tensor.
 
 One model per regime, weights loaded once; cold runs are kept, since replays are compared with them. Called by the CLI and
 by tests.
@@ -28,11 +28,14 @@ from prefill_engine.check.replays import (
     replay_logits_only,
 )
 from prefill_engine.check.units import check_quantisers
+from prefill_engine.check.vision_golden import VISION_REGIMES, VisionCheck
+from prefill_engine.check.vision_set import VisionSet, is_vision_manifest
 from prefill_engine.model.engram_tables import build_engram_tables
 from prefill_engine.model.flash import DeepseekV41Flash
 from prefill_engine.model.weights import load_parameters
 from prefill_engine.prompt_run import AttemptTerms, PromptRun, Recorder
 from prefill_kernels.ops import Ops
+from prefill_kernels.vision_ops import VisionOps
 from prefill_plan.config import RecordFormat, Truncation
 from prefill_plan.model_spec import load_model_spec
 
@@ -54,12 +57,17 @@ class GoldenReport:
 
 
 def check_golden(
-    path: Path, *, ops: Ops, regimes: Sequence[str] = (), on_case: Callable[[str], None] = lambda _name: None
+    path: Path,
+    *,
+    ops: Ops,
+    vision_ops: VisionOps,
+    regimes: Sequence[str] = (),
+    on_case: Callable[[str], None] = lambda _name: None,
 ) -> GoldenReport:
     """Runs every case found.
 
     Args:
-        path: a golden set, or a directory of sets.
+        path: a golden set of the text model or of the vision tower, or a directory of sets.
         regimes: names of the regimes to run; none = all that a set has values for.
         on_case: called with "set regime case" before each.
 
@@ -68,19 +76,29 @@ def check_golden(
         ValueError: a regime that no set there has values for.
         CheckpointError: the set's checkpoint cannot be loaded.
     """
-    sets = find_sets(path)
-    available = {regime.name for golden in sets for regime in REGIMES if regime.prefix in golden.regimes()}
+    paths = find_sets(path)
+    texts = [GoldenSet(place) for place in paths if not is_vision_manifest(place)]
+    towers = [VisionSet(place) for place in paths if is_vision_manifest(place)]
+    available = {regime.name for golden in texts for regime in REGIMES if regime.prefix in golden.regimes()}
+    available |= VISION_REGIMES.keys() if towers else set()
     if missing := [name for name in regimes if name not in available]:
         raise ValueError(f"regime {missing[0]!r}: expected one of {', '.join(sorted(available))}")
     findings: list[Finding] = [] if regimes else check_quantisers(path)
     unknown: list[str] = []
-    for golden in sets:
+    for golden in texts:
         check = _SetCheck(golden, ops=ops, on_case=on_case)
         chosen = [r for r in REGIMES if r.prefix in golden.regimes() and (not regimes or r.name in regimes)]
         for regime in chosen:
             check.run(regime)
         findings += check.findings
         unknown += check.unknown
+    for tower in towers:
+        vision = VisionCheck(tower, ops=vision_ops, on_case=on_case)
+        for name in VISION_REGIMES:
+            if not regimes or name in regimes:
+                vision.run(name)
+        findings += vision.findings
+        unknown += vision.unknown
     return GoldenReport(findings=tuple(findings), unknown=tuple(unknown))
 
 

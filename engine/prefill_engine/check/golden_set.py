@@ -114,15 +114,15 @@ class GoldenSet:
         )
 
 
-def find_sets(path: Path) -> list[GoldenSet]:
-    """The set at `path`, or all sets directly under it, by name.
+def find_sets(path: Path) -> list[Path]:
+    """The directory of the set at `path`, or those of all sets directly under it, by name.
 
     Raises:
         NotGolden: neither.
     """
     if (path / "manifest.json").exists():
-        return [GoldenSet(path)]
+        return [path]
     children = sorted(child.parent for child in path.glob("*/manifest.json"))
     if not children:
         raise NotGolden(f"{path}: no manifest.json there or one level below; expected golden data", path=str(path))
-    return [GoldenSet(child) for child in children]
+    return children

@@ -8,6 +8,7 @@ from prefill_engine.check.golden import check_golden
 from prefill_engine.check.regimes import REGIMES
 from prefill_engine.check.report import render_json, render_table
 from prefill_kernels.ops import load_ops
+from prefill_kernels.vision_ops import load_vision_ops
 from prefill_plan.errors import PrefillError
 
 
@@ -31,7 +32,13 @@ def cmd_check(args: argparse.Namespace) -> int:
             print(f"\r\x1b[K{name}", end="", file=sys.stderr, flush=True)
 
     try:
-        report = check_golden(args.golden, ops=load_ops("ref"), regimes=args.regime, on_case=show)
+        report = check_golden(
+            args.golden,
+            ops=load_ops("ref"),
+            vision_ops=load_vision_ops("ref"),
+            regimes=args.regime,
+            on_case=show,
+        )
     except (PrefillError, ValueError) as error:
         print(f"prefill-engine check: {error}", file=sys.stderr)
         return 2

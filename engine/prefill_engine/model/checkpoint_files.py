@@ -5,7 +5,7 @@ all of them, so that a user with a damaged download sees the whole damage at onc
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -78,13 +78,19 @@ def shard_paths(directory: Path) -> tuple[tuple[Path, ...], dict[str, str] | Non
     return tuple(directory / name for name in names), weight_map
 
 
-def build_catalogue(directory: Path) -> Catalogue:
-    """Reads every header of a checkpoint; faults of single files and names are collected, not raised.
+def build_catalogue(directory: Path, *, wanted: Callable[[str], bool] = lambda _name: True) -> Catalogue:
+    """Reads the headers of a checkpoint; faults of single files and names are collected, not raised.
+
+    Args:
+        wanted: by official name; files that the index gives no wanted tensor are not opened, other tensors not listed.
 
     Raises:
         CheckpointError: as shard_paths.
     """
     paths, weight_map = shard_paths(directory)
+    if weight_map is not None:
+        weight_map = {name: file for name, file in weight_map.items() if wanted(strip_prefix(name))}
+        paths = tuple(path for path in paths if path.name in set(weight_map.values()))
     problems: list[Problem] = []
     files = []
     for path in paths:
@@ -96,6 +102,8 @@ def build_catalogue(directory: Path) -> Catalogue:
     for file in files:
         for stored in file.tensors:
             name = strip_prefix(stored.name)
+            if not wanted(name):
+                continue
             if name in tensors:
                 first = tensors[name].file.path.name
                 problems.append(Problem(kind="duplicate", text=f"{file.path.name}: {stored.name} is also in {first}"))

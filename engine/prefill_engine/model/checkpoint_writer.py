@@ -1,11 +1,12 @@
 """Writes a random checkpoint in the official format: names, dtypes, scales, shards, index, config and tokenizer.
 
-Called by the CLI verb make-checkpoint and by tests. Tensors are made and written one at a time, in pieces, so memory does not
-grow with the model. The trap: config.json is written last, so a directory that was not finished is never taken for a model.
+Called by the CLI verb make-checkpoint, by vision_cutout and by tests. Tensors are made and written one at a time, in pieces, so
+memory does not grow with the model. The trap: config.json is written last, so a directory that was not finished is never taken
+for a model.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -45,9 +46,18 @@ class _Unit:
         return sum(_tensor_bytes(tensor) for tensor in self.tensors)
 
 
+Pieces = Callable[[Sequence[ExpectedTensor]], Iterator[tuple[Tensor, ...]]]
+"""Row blocks of a tensor and its scale (or of a tensor alone) as they are stored, in order."""
+
+
 def checkpoint_bytes(spec: ModelSpec) -> int:
     """Bytes of all tensors of a checkpoint of this shape."""
-    return sum(_tensor_bytes(tensor) for tensor in build_expected_tensors(spec).values())
+    return stored_bytes(build_expected_tensors(spec).values())
+
+
+def stored_bytes(tensors: Iterable[ExpectedTensor]) -> int:
+    """Bytes of these tensors in shards, headers not counted."""
+    return sum(_tensor_bytes(tensor) for tensor in tensors)
 
 
 def write_checkpoint(
@@ -70,31 +80,57 @@ def write_checkpoint(
     Raises:
         OSError: the disk refused; config.json is then missing.
     """
-    shards = _plan_shards(spec, shard_bytes)
-    weight_map: dict[str, str] = {}
-    for number, units in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        written = _write_shard(directory / name, units, seed=seed)
-        weight_map |= {tensor.name: name for unit in units for tensor in unit.tensors}
-        if report:
-            report(written)
-    index = {"metadata": {"total_size": checkpoint_bytes(spec)}, "weight_map": weight_map}
+    tensors = tuple(build_expected_tensors(spec).values())
+    index = write_shards(directory, tensors, random_values(seed), shard_bytes=shard_bytes, report=report)
     small_files = {
-        INDEX_NAME: msgspec.json.format(msgspec.json.encode(index), indent=1),
+        INDEX_NAME: index,
         "tokenizer.json": texts.tokenizer,
         "tokenizer_config.json": texts.tokenizer_config,
         "config.json": texts.config,
     }
-    for name, content in small_files.items():
+    write_small_files(directory, small_files, report=report)
+
+
+def write_shards(
+    directory: Path,
+    tensors: Sequence[ExpectedTensor],
+    pieces: Pieces,
+    *,
+    shard_bytes: int,
+    report: Callable[[WrittenFile], None] | None,
+) -> bytes:
+    """Writes tensors, each stored in the first of its dtypes, in their order; returns the text of their index."""
+    shards = _plan_shards(tensors, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, units in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        written = _write_shard(directory / name, units, pieces)
+        weight_map |= {tensor.name: name for unit in units for tensor in unit.tensors}
+        if report:
+            report(written)
+    index = {"metadata": {"total_size": stored_bytes(tensors)}, "weight_map": weight_map}
+    return msgspec.json.format(msgspec.json.encode(index), indent=1)
+
+
+def write_small_files(
+    directory: Path, contents: Mapping[str, bytes], *, report: Callable[[WrittenFile], None] | None
+) -> None:
+    """Writes the files in the order given: config.json last, see above."""
+    for name, content in contents.items():
         (directory / name).write_bytes(content)
         if report:
             report(WrittenFile(name=name, num_bytes=len(content), num_tensors=0))
 
 
-def _plan_shards(spec: ModelSpec, shard_bytes: int) -> list[list[_Unit]]:
+def random_values(seed: int) -> Pieces:
+    """Pieces of random values, quantised as the tensor's rule says."""
+    return lambda tensors: _random_pieces(tensors, seed=seed)
+
+
+def _plan_shards(tensors: Sequence[ExpectedTensor], shard_bytes: int) -> list[list[_Unit]]:
     shards: list[list[_Unit]] = [[]]
     filled = 0
-    for unit in _units(spec):
+    for unit in _units(tensors):
         if shards[-1] and filled + unit.num_bytes > shard_bytes:
             shards.append([])
             filled = 0
@@ -103,9 +139,9 @@ def _plan_shards(spec: ModelSpec, shard_bytes: int) -> list[list[_Unit]]:
     return shards
 
 
-def _units(spec: ModelSpec) -> Iterator[_Unit]:
+def _units(tensors: Sequence[ExpectedTensor]) -> Iterator[_Unit]:
     waiting: ExpectedTensor | None = None
-    for tensor in build_expected_tensors(spec).values():
+    for tensor in tensors:
         if waiting and tensor.is_scale:
             yield _Unit((waiting, tensor))
             waiting = None
@@ -117,15 +153,15 @@ def _units(spec: ModelSpec) -> Iterator[_Unit]:
         yield _Unit((waiting,))
 
 
-def _write_shard(path: Path, units: Sequence[_Unit], *, seed: int) -> WrittenFile:
+def _write_shard(path: Path, units: Sequence[_Unit], pieces: Pieces) -> WrittenFile:
     tensors = [tensor for unit in units for tensor in unit.tensors]
     header, offsets = _build_header(tensors)
     with path.open("wb") as file:
         file.write(header)
         for unit in units:
             positions = [len(header) + offsets[tensor.name] for tensor in unit.tensors]
-            for pieces in _stored_pieces(unit, seed=seed):
-                for index, piece in enumerate(pieces):
+            for blocks in pieces(unit.tensors):
+                for index, piece in enumerate(blocks):
                     positions[index] += _write_at(file, positions[index], piece)
     return WrittenFile(name=path.name, num_bytes=path.stat().st_size, num_tensors=len(tensors))
 
@@ -148,13 +184,12 @@ def _build_header(tensors: Sequence[ExpectedTensor]) -> tuple[bytes, dict[str, i
     return len(text).to_bytes(8, "little") + text, offsets
 
 
-def _stored_pieces(unit: _Unit, *, seed: int) -> Iterator[tuple[Tensor, ...]]:
-    """Row blocks of the unit's tensors as stored."""
-    tensor = unit.tensors[0]
-    is_packed = tensor.rule.storage is Storage.FP4 and len(unit.tensors) == 2
+def _random_pieces(tensors: Sequence[ExpectedTensor], *, seed: int) -> Iterator[tuple[Tensor, ...]]:
+    tensor = tensors[0]
+    is_packed = tensor.rule.storage is Storage.FP4 and len(tensors) == 2
     shape = (tensor.shape[0], tensor.shape[1] * 2) if is_packed else tensor.shape
     for values in random_pieces(tensor.name, tensor.rule, shape, seed=seed):
-        if len(unit.tensors) == 1:
+        if len(tensors) == 1:
             yield (values.to(torch.bfloat16 if tensor.dtypes[0] == "BF16" else torch.float32),)
             continue
         match tensor.rule.storage:

@@ -182,8 +182,18 @@ def build_expected_tensors(spec: ModelSpec) -> dict[str, ExpectedTensor]:
     if spec.draft:
         tensors += _draft_tensors(spec, spec.draft)
     if spec.vision:
-        tensors += _vision_tensors(spec, spec.vision)
+        tensors += _vision_tensors(spec, spec.vision, needed=False)
     return {tensor.name: tensor for tensor in tensors}
+
+
+def build_vision_tensors(spec: ModelSpec) -> dict[str, ExpectedTensor]:
+    """The tensors of the vision tower and the aligner, by official name, all needed; empty without a vision_config."""
+    return {tensor.name: tensor for tensor in _vision_tensors(spec, spec.vision, needed=True)} if spec.vision else {}
+
+
+def is_vision_tensor(name: str) -> bool:
+    """Whether an official name belongs to the tower, the aligner or the image delimiters."""
+    return name.startswith(("vision.", "aligner.", "image_"))
 
 
 def _layer_tensors(spec: ModelSpec, layer: LayerSpec) -> Iterator[ExpectedTensor]:
@@ -229,7 +239,7 @@ def _draft_tensors(spec: ModelSpec, draft: DraftSpec) -> Iterator[ExpectedTensor
             yield from _expand(spec, f"{prefix}ffn.experts.{expert}.", _EXPERT, dimensions, needed=False)
 
 
-def _vision_tensors(spec: ModelSpec, vision: VisionSpec) -> Iterator[ExpectedTensor]:
+def _vision_tensors(spec: ModelSpec, vision: VisionSpec, *, needed: bool) -> Iterator[ExpectedTensor]:
     width = vision.hidden_size
     dimensions = {
         "D": spec.hidden_size,
@@ -240,9 +250,9 @@ def _vision_tensors(spec: ModelSpec, vision: VisionSpec) -> Iterator[ExpectedTen
         "vp": 3 * vision.patch_size**2,
         "vu": width * vision.downsample_ratio**2,
     }
-    yield from _expand(spec, "", _IMAGE_TOKENS + _VISION, dimensions, needed=False)
+    yield from _expand(spec, "", _IMAGE_TOKENS + _VISION, dimensions, needed=needed)
     for index in range(vision.num_layers):
-        yield from _expand(spec, f"vision.blocks.{index}.", _VISION_BLOCK, dimensions, needed=False)
+        yield from _expand(spec, f"vision.blocks.{index}.", _VISION_BLOCK, dimensions, needed=needed)
 
 
 def _dimensions(spec: ModelSpec) -> dict[str, int]:
