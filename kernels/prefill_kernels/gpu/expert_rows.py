@@ -2,9 +2,9 @@
 
 A counting sort in two launches: every program counts the experts of its 1,024 pairs; then every program adds up the counts
 before its own and places its pairs one after another. So pairs of one expert stand in ascending (row, slot) order whatever
-the machine does; no result depends on an order of atomics. Traffic: 8 bytes per pair, and num_programs**2 * experts * 4 bytes of counts from L2;
-bound: latency. The trap: tiles are counted for the worst case, their true number is known on the device only; tiles beyond
-it have no rows, and the grouped products leave them at once.
+the machine does; nothing depends on an order of atomics. Traffic: 8 bytes per pair, and num_programs**2 * experts * 4 bytes of
+counts from L2; bound: latency. The trap: tiles are counted for the worst case, their true number is known on the device only;
+tiles beyond it have no rows, and the grouped products leave them at once.
 """
 
 from dataclasses import dataclass

@@ -137,11 +137,7 @@ def _swiglu(
         rows, routing = grouped
         num_tiles, topk = rows.tiles.shape[0], routing.expert_ids.shape[1]
         pairs, tiles, routing_weights = rows.pairs, rows.tiles, routing.weights
-    scratch_rows = min(num_tiles, RANGE_TILES) * TILE_ROWS
-    hidden = torch.empty((scratch_rows, inter), dtype=seen.dtype, device=seen.device)
-    hidden_scale = hidden
-    if path != "exact":
-        hidden_scale = torch.empty((scratch_rows, inter // 32), dtype=torch.uint8, device=seen.device)
+    hidden, hidden_scale = _scratch(min(num_tiles, RANGE_TILES) * TILE_ROWS, inter, seen, form)
     config = _config(form)
     constants = _constants(form, width=width, inter=inter, is_routed=grouped is not None)
     for first_tile in range(0, num_tiles, RANGE_TILES):
@@ -187,6 +183,14 @@ def _swiglu(
             num_stages=config.num_stages,
             **constants,
         )
+
+
+def _scratch(num_rows: int, inter: int, seen: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """(hidden values of a range of tiles in x's format, their scales or a stand-in)."""
+    hidden = torch.empty((num_rows, inter), dtype=seen.dtype, device=seen.device)
+    if form.path == "exact":
+        return hidden, hidden
+    return hidden, torch.empty((num_rows, inter // 32), dtype=torch.uint8, device=seen.device)
 
 
 def _constants(form: Form, *, width: int, inter: int, is_routed: bool) -> dict[str, int | str | bool]:
