@@ -420,7 +420,7 @@ def load_ops(name: str) -> Ops:
         case "triton":
             from prefill_kernels.gpu.triton_ops import triton_ops
 
-            return triton_ops(_cuda_chip())
+            return triton_ops(cuda_chip())
         case _:
             raise ValueError(f"ops {name!r} is not available: expected 'ref' or 'triton'")
 
@@ -431,10 +431,11 @@ def ops_identity(name: str) -> str:
     Raises:
         ValueError: as load_ops.
     """
-    return f"triton-{_cuda_chip().name.lower()}" if name == "triton" else name
+    return f"triton-{cuda_chip().name.lower()}" if name == "triton" else name
 
 
-def _cuda_chip() -> "Chip":
+def cuda_chip() -> "Chip":
+    """The chip of this process's CUDA device, for every Triton set. Raises ValueError if there is none it runs on."""
     import torch
 
     from prefill_kernels.gpu.chip import chip_of

@@ -10,7 +10,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def pow2(byte):  # type: ignore[no-untyped-def]
     """2 ** (byte - 127) as float32 of ue8m0 bytes; 0 gives 2**-127 (a subnormal), 255 NaN."""
     exponent = byte.to(tl.int32)
@@ -18,13 +18,13 @@ def pow2(byte):  # type: ignore[no-untyped-def]
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def inverse_pow2(byte):  # type: ignore[no-untyped-def]
     """2 ** (127 - byte) as float32, for bytes that a quantiser below made of finite values (1..247)."""
     return ((254 - byte.to(tl.int32)) << 23).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def fp8_scale_byte(amax):  # type: ignore[no-untyped-def]
     """ue8m0 byte of max(amax, 1e-4) / 448 rounded up to a power of two, without the division.
 
@@ -36,7 +36,7 @@ def fp8_scale_byte(amax):  # type: ignore[no-untyped-def]
     return byte.to(tl.uint8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def fp4_scale_byte(amax):  # type: ignore[no-untyped-def]
     """ue8m0 byte of max(amax, 6 * 2**-126) / 6 rounded up to a power of two; as fp8_scale_byte, with 6 = 1.5 * 2**2."""
     bits = tl.maximum(amax, 7.052966104933725e-38).to(tl.int32, bitcast=True)
@@ -44,25 +44,25 @@ def fp4_scale_byte(amax):  # type: ignore[no-untyped-def]
     return byte.to(tl.uint8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def e4m3_codes(x):  # type: ignore[no-untyped-def]
     """uint8 e4m3 bits of float32: nearest even, saturating; NaN gives 0x7F."""
     return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def e4m3_to_float(codes):  # type: ignore[no-untyped-def]
     """float32 values of uint8 e4m3 bits."""
     return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def e2m1_codes(x):  # type: ignore[no-untyped-def]
     """uint8 e2m1 codes of float32: nearest, ties to the even code, clamped to +-6."""
     return _e2m1_codes(x, 1.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _e2m1_codes(x, scale):  # type: ignore[no-untyped-def]
     """e2m1 codes of float32(x / scale), without the division: scale has at most 4 significant bits, so every midpoint times
     scale is exact, and no float32 lies between it and what the rounded quotient decides."""
@@ -75,7 +75,7 @@ def _e2m1_codes(x, scale):  # type: ignore[no-untyped-def]
     return (sign | code).to(tl.uint8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def e2m1_to_float(codes):  # type: ignore[no-untyped-def]
     """float32 values of e2m1 codes 0..15, one per element."""
     code = codes.to(tl.int32)
@@ -84,7 +84,7 @@ def e2m1_to_float(codes):  # type: ignore[no-untyped-def]
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def e2m1_to_e4m3(codes):  # type: ignore[no-untyped-def]
     """uint8 e4m3 bits of the same values as e2m1 codes 0..15; exact."""
     code = codes.to(tl.int32)
@@ -93,14 +93,14 @@ def e2m1_to_e4m3(codes):  # type: ignore[no-untyped-def]
     return (bits | ((code & 8) << 4)).to(tl.uint8)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def pack_fp4(codes):  # type: ignore[no-untyped-def]
     """[R, C / 2] uint8 from [R, C] codes: low nibble = even channel."""
     even, odd = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
     return even | (odd << 4)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def unpack_fp4(packed):  # type: ignore[no-untyped-def]
     """[R, C] codes, one per element, from [R, C / 2]."""
     return tl.interleave(packed & 0xF, packed >> 4)

@@ -92,7 +92,7 @@ def tile_product(  # type: ignore[no-untyped-def]
         w_scale_tile = w_scale_ptr + _scale_offsets(first_out, out_end - 1, num_groups, shared_by, OUT)
         acc = _scaled_product(x_tile, x_scale_tile, w_tile, w_scale_tile, width, FORMAT, EVEN, OUT, ROWS, WIDTH)
     elif FORMAT == "dense":
-        acc = _dense_product(x_tile, w_tile, width, ROWS_LEFT, EVEN, OUT, ROWS, WIDTH)
+        acc = dense_product(x_tile, w_tile, width, ROWS_LEFT, EVEN, OUT, ROWS, WIDTH)
     else:
         scale_row = out_O if FORMAT == "fp4" else out_O // 32
         w_scale_row = w_scale_ptr + scale_row.to(tl.int64) * tl.cdiv(width, 32)
@@ -112,7 +112,7 @@ def _step(w, x, acc, ROWS_LEFT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dense_product(  # type: ignore[no-untyped-def]
+def dense_product(  # type: ignore[no-untyped-def]
     x_tile,
     w_tile,
     width,
@@ -122,6 +122,7 @@ def _dense_product(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    """tile_product of a dense weight, from pointers to the first WIDTH columns of its rows and x's; vision_linear calls it, too."""
     k = tl.arange(0, WIDTH)
     acc = tl.zeros((ROWS, OUT) if ROWS_LEFT else (OUT, ROWS), tl.float32)
     for start in range(0, width, WIDTH):
