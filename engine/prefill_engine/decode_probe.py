@@ -27,7 +27,8 @@ from prefill_engine.probe_report import ProbeReport
 from prefill_engine.prompt_run import AttemptTerms, PromptRun, Recorder
 from prefill_engine.rpc import common_pb2
 from prefill_kernels.numerics import PRODUCTION
-from prefill_kernels.ops import Ops, load_ops
+from prefill_kernels.op_sets import load_ops
+from prefill_kernels.ops import Ops
 from prefill_plan.config import RecordFormat
 from prefill_plan.errors import KvError
 from prefill_plan.kv_layout import BLOCK_TOKENS, RequestRow, StateLayout, state_layout

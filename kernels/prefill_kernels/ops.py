@@ -16,15 +16,12 @@ order and a fixed width.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from prefill_kernels.numerics import Numerics
 from prefill_kernels.weights import DenseWeight, EngramTable, ExpertWeights, MhcWeights, Weight
-
-if TYPE_CHECKING:
-    from prefill_kernels.gpu.chip import Chip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,51 +395,3 @@ class Ops(Protocol):
     def lm_head(self, h_ND: Tensor, weight: DenseWeight, *, numerics: Numerics) -> Tensor:
         """[N, V] logits, wide."""
         ...
-
-
-def load_ops(name: str) -> Ops:
-    """The one place that chooses an implementation: "ref" (any machine) or "triton" (a CUDA device of this process).
-
-    "ref" pins torch to one CPU thread, process-wide: with another thread count some GEMM shapes differ in the last bit, and
-    all processes that share KV must agree on every bit (decisions 22).
-
-    Raises:
-        ValueError: another name, with the choices; or no GPU that the Triton set has configurations for.
-    """
-    match name:
-        case "ref":
-            import torch
-
-            import prefill_kernels.ref as ref
-
-            torch.set_num_threads(1)
-            return ref
-        case "triton":
-            from prefill_kernels.gpu.triton_ops import triton_ops
-
-            return triton_ops(cuda_chip())
-        case _:
-            raise ValueError(f"ops {name!r} is not available: expected 'ref' or 'triton'")
-
-
-def ops_identity(name: str) -> str:
-    """Names the arithmetic of an op set: engines whose identities differ may differ in a byte of KV, so they share none.
-
-    Raises:
-        ValueError: as load_ops.
-    """
-    return f"triton-{cuda_chip().name.lower()}" if name == "triton" else name
-
-
-def cuda_chip() -> "Chip":
-    """The chip of this process's CUDA device, for every Triton set. Raises ValueError if there is none it runs on."""
-    import torch
-
-    from prefill_kernels.gpu.chip import chip_of
-
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "ops 'triton' runs on a CUDA device of compute capability 9.x or 10.x, and torch "
-            f"{torch.__version__} finds none here; with device = cpu use ops = ref"
-        )
-    return chip_of(torch.device("cuda"))

@@ -23,7 +23,7 @@ from prefill_engine.model.weights import load_parameters
 from prefill_engine.rpc import common_pb2
 from prefill_engine.step_plan import ChunkPlan, StepPlan
 from prefill_kernels.numerics import PRODUCTION, Numerics
-from prefill_kernels.ops import load_ops
+from prefill_kernels.op_sets import load_ops
 from prefill_plan.config import RecordFormat, Truncation
 from prefill_plan.errors import KvError
 from prefill_plan.kv_layout import BLOCK_TOKENS, RequestRow, block_layout, state_layout

@@ -9,7 +9,7 @@ from prefill_engine import batch, equivalence
 from prefill_engine.cli.equivalence import add_arguments, cmd_equivalence
 from prefill_engine.equivalence import MetadataCase, compare_metadata, compare_trajectory, metadata_cases
 from prefill_engine.step_plan import ChunkPlan
-from prefill_kernels.ops import load_ops
+from prefill_kernels.op_sets import load_ops
 from prefill_plan.config import Truncation
 from prefill_plan.model_spec import released_model_spec
 from prefill_testing.tiny_model import GOLDEN, KEEP_TOKENS, random_tokens, tiny_model

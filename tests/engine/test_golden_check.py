@@ -19,7 +19,7 @@ from prefill_engine.model.flash import DeepseekV41Flash
 from prefill_engine.model.weights import load_parameters
 from prefill_engine.prompt_run import AttemptTerms, Recorder
 from prefill_kernels.numerics import Numerics
-from prefill_kernels.ops import load_ops
+from prefill_kernels.op_sets import load_ops
 from prefill_kernels.vision_ops import load_vision_ops
 from prefill_plan.config import RecordFormat
 from prefill_testing.tiny_model import CPU, GOLDEN, prompt_run, random_tokens

@@ -14,7 +14,7 @@ from prefill_engine.model.tensor_names import Rule, Storage
 from prefill_engine.model.weights import load_parameters
 from prefill_engine.prompt_run import AttemptTerms, PromptRun, Recorder
 from prefill_kernels.numerics import PRODUCTION
-from prefill_kernels.ops import load_ops
+from prefill_kernels.op_sets import load_ops
 from prefill_plan.config import RecordFormat
 
 NUM_TOKENS = 150

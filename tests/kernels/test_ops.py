@@ -4,7 +4,8 @@ import inspect
 
 import pytest
 
-from prefill_kernels.ops import Ops, load_ops
+from prefill_kernels.op_sets import load_ops
+from prefill_kernels.ops import Ops
 
 NAMES = sorted(name for name in vars(Ops) if not name.startswith("_"))
 

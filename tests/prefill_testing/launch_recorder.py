@@ -1,7 +1,7 @@
 """Counts Triton launches without a GPU: the runtime's launch is replaced by a note of what would run.
 
-For processes in which kernels are not interpreted (the interpreter has launches of its own). Outputs stay unset, so only code that
-never asks the host for a value can run under it.
+For processes in which kernels are not interpreted (the interpreter has launches of its own). Outputs stay unset, so only code
+that never asks the host for a value can run under it.
 """
 
 from collections.abc import Iterator

@@ -16,7 +16,7 @@ from prefill_engine.model.weights import load_parameters
 from prefill_engine.prompt_run import PromptRun
 from prefill_engine.step_plan import ChunkPlan, StepPlan
 from prefill_kernels.numerics import PRODUCTION, Numerics
-from prefill_kernels.ops import load_ops
+from prefill_kernels.op_sets import load_ops
 from prefill_plan.config import RecordFormat, Truncation
 from prefill_plan.kv_layout import block_layout, state_layout
 from prefill_plan.model_spec import load_model_spec

@@ -7,7 +7,7 @@ from pathlib import Path
 from prefill_engine.check.golden import check_golden
 from prefill_engine.check.regimes import REGIMES
 from prefill_engine.check.report import render_json, render_table
-from prefill_kernels.ops import load_ops
+from prefill_kernels.op_sets import load_ops
 from prefill_kernels.vision_ops import load_vision_ops
 from prefill_plan.errors import PrefillError
 

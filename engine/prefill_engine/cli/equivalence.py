@@ -15,7 +15,7 @@ from prefill_engine.model.engram_tables import build_engram_tables
 from prefill_engine.model.flash import DeepseekV41Flash
 from prefill_engine.model.weights import load_parameters
 from prefill_kernels.numerics import PRODUCTION
-from prefill_kernels.ops import load_ops
+from prefill_kernels.op_sets import load_ops
 from prefill_plan.config import RecordFormat
 from prefill_plan.errors import PrefillError
 from prefill_plan.model_spec import load_model_spec, released_model_spec

@@ -25,6 +25,7 @@ from prefill_engine.rank.block_source import BlockSource
 from prefill_engine.rank.calibration import calibrate
 from prefill_engine.rank.courier import Courier
 from prefill_engine.rank.engine import RankEngine
+from prefill_engine.rank.image_rows import RankImages
 from prefill_engine.rank.kv_keeper import KvKeeper
 from prefill_engine.rank.kvd_source import KvdSource
 from prefill_engine.rank.lanes import Mailbox
@@ -37,8 +38,8 @@ from prefill_engine.rank.stepper import Stepper
 from prefill_engine.rank.store_worker import StoreWorker
 from prefill_engine.scheduler import check_scheduler_config
 from prefill_engine.swa_pool import SwaPool
-from prefill_kernels.ops import ops_identity
-from prefill_plan.config import Device, EngineConfig, StoreConfig, StoreKind
+from prefill_kernels.op_sets import ops_identity
+from prefill_plan.config import Device, EngineConfig, StoreConfig, StoreKind, VisionMode
 from prefill_plan.errors import ConfigError
 from prefill_plan.kv_layout import BlockLayout, StateLayout, block_layout, state_layout
 from prefill_plan.model_spec import ModelSpec, load_model_spec
@@ -76,7 +77,7 @@ def build_rank(
     design = _read_design(config)
     store = None if config.kvd.socket else open_store(config.store, design.layout)
     enter("load")
-    digests = read_digests(config, design.layout)
+    digests = read_digests(config, design.spec, design.layout)
     model = load_model(config, design.spec, device=design.device, progress=_progress_sender(mailbox, rank))
     cache = build_cache(config, design.spec, layout=design.layout, state=design.state, device=design.device)
     source = _build_source(config, store, cache=cache, rank=rank, wake=mailbox.wake)
@@ -92,8 +93,13 @@ def build_rank(
         planner=planner,
         source=source,
         pushes=pushes,
+        images=RankImages(
+            has_encoder=config.vision.mode is not VisionMode.NONE,
+            columns=design.spec.hidden_size,
+            window_tokens=design.spec.window_tokens,
+            send=mailbox.send,
+        ),
         digests=digests,
-        window_tokens=design.spec.window_tokens,
         num_sources=len(design.layout.sources),
         send=mailbox.send,
     )
@@ -172,6 +178,7 @@ def _build_keeper(
         pushes=pushes,
         state_layout=design.state,
         keep_tokens=design.config.replay.keep_tokens,
+        has_encoder=design.config.vision.mode is not VisionMode.NONE,
     )
 
 
@@ -190,6 +197,7 @@ def _ready(
         store_kind="kvd" if config.kvd.socket else config.store.kind.value,
         data_transport=courier.kind if courier is not None else "",
         data_port=courier.port if courier is not None else -1,
+        vision_digest=digests.vision,
     )
 
 

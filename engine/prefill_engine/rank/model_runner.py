@@ -21,9 +21,10 @@ from prefill_engine.model.load_progress import LoadProgress
 from prefill_engine.model.step import never_wait
 from prefill_engine.model.weights import load_parameters
 from prefill_engine.step_plan import ChunkPlan, StepPlan
+from prefill_engine.vision.weights import vision_digest
 from prefill_kernels.numerics import PRODUCTION
-from prefill_kernels.ops import load_ops, ops_identity
-from prefill_plan.config import EngineConfig, Truncation
+from prefill_kernels.op_sets import load_ops, ops_identity
+from prefill_plan.config import EngineConfig, Truncation, VisionMode
 from prefill_plan.errors import ConfigError
 from prefill_plan.kv_layout import BlockLayout, StateLayout
 from prefill_plan.model_spec import ModelSpec
@@ -40,12 +41,14 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDigests:
-    """32 bytes each; roots of the block keys (kv.md 2.2)."""
+    """32 bytes each; roots of the block keys (kv.md 2.2). vision: of the checkpoint's tower, b"" without vision; not a root, since
+    every image's content key has it."""
 
     weights: bytes
     tokenizer: bytes
     layout: bytes
     numerics_class: str
+    vision: bytes = b""
 
 
 class ModelRunner:
@@ -113,14 +116,19 @@ def load_model(
     )
 
 
-def read_digests(config: EngineConfig, layout: BlockLayout) -> ModelDigests:
-    """What block keys of this engine are rooted in. The numerics class names everything that may change a byte."""
+def read_digests(config: EngineConfig, spec: ModelSpec, layout: BlockLayout) -> ModelDigests:
+    """What block keys of this engine are rooted in. The numerics class names everything that may change a byte.
+
+    Raises:
+        CheckpointError: vision is configured and the checkpoint has no tower whose digest encoders could be held against.
+    """
     path = Path(config.model.path)
     return ModelDigests(
         weights=weights_digest(path),
         tokenizer=tokenizer_digest(path),
         layout=layout.digest(),
         numerics_class=f"{config.device}-{ops_identity(config.ops)}-{config.kv.record_format}-invariant",
+        vision=b"" if config.vision.mode is VisionMode.NONE else vision_digest(path, spec),
     )
 
 

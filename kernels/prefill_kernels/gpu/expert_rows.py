@@ -8,6 +8,7 @@ tiles beyond it have no rows, and the grouped products leave them at once.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -231,34 +232,9 @@ def _cases(num_local: int) -> tuple[AotCase, ...]:
     num_tiles = count_tiles(num_pairs, num_local)
     num_placers = num_blocks + triton.cdiv(num_tiles, blocks["BLOCK_T"])
     count_bytes = num_blocks * bins * 4
-
-    def case(
-        kernel: Any, name: str, constexprs: dict[str, int], num_warps: int, num_programs: int, bytes_moved: int
-    ) -> AotCase:
-        pointer_types = {"out_ptr": "*bf16"}
-        return AotCase(
-            op="routed_experts",
-            name=f"{name} {num_local}",
-            shape=f"{num_pairs} pairs, {num_local} experts",
-            kernel=kernel,
-            signature={
-                name: "constexpr"
-                if name in constexprs
-                else pointer_types.get(name, "*i32" if name.endswith("_ptr") else "i32")
-                for name in kernel.arg_names
-            },
-            constexprs=constexprs,
-            aligned=tuple(name for name in kernel.arg_names if name.endswith("_ptr")),
-            num_warps=num_warps,
-            num_stages=3,
-            mma=Mma.NONE,
-            num_programs=num_programs,
-            bytes_moved=bytes_moved,
-            flops=0,
-        )
-
     clear = {"WIDTH": width, "BLOCK_P": _CLEAR_PAIRS, "BLOCK_W": _CLEAR_WIDTH}
     num_absent = num_pairs - num_pairs * num_local // 416 if num_local < 384 else 0
+    case = partial(_case, num_pairs, num_local)
     return (
         case(
             _count_pairs_kernel,
@@ -284,4 +260,37 @@ def _cases(num_local: int) -> tuple[AotCase, ...]:
             triton.cdiv(num_pairs, _CLEAR_PAIRS),
             num_pairs * 4 + num_absent * width * 2,
         ),
+    )
+
+
+def _case(
+    num_pairs: int,
+    num_local: int,
+    kernel: Any,
+    name: str,
+    constexprs: dict[str, int],
+    num_warps: int,
+    num_programs: int,
+    bytes_moved: int,
+) -> AotCase:
+    pointer_types = {"out_ptr": "*bf16"}
+    return AotCase(
+        op="routed_experts",
+        name=f"{name} {num_local}",
+        shape=f"{num_pairs} pairs, {num_local} experts",
+        kernel=kernel,
+        signature={
+            name: "constexpr"
+            if name in constexprs
+            else pointer_types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+            for name in kernel.arg_names
+        },
+        constexprs=constexprs,
+        aligned=tuple(name for name in kernel.arg_names if name.endswith("_ptr")),
+        num_warps=num_warps,
+        num_stages=3,
+        mma=Mma.NONE,
+        num_programs=num_programs,
+        bytes_moved=bytes_moved,
+        flops=0,
     )

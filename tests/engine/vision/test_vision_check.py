@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from prefill_engine.check.compare import Judge, Limits, SpreadLimits
 from prefill_engine.check.golden import GoldenReport, check_golden
 from prefill_engine.cli.check import add_arguments, cmd_check
-from prefill_kernels.ops import load_ops
+from prefill_kernels.op_sets import load_ops
 from prefill_kernels.vision_ops import load_vision_ops
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "tiny_vision"

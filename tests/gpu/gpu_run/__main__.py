@@ -15,7 +15,7 @@ from gpu_run.tiny_model_check import check_tiny_model
 
 from prefill_kernels.gpu.chip import Chip
 from prefill_kernels.gpu.triton_ops import triton_ops
-from prefill_kernels.ops import load_ops
+from prefill_kernels.op_sets import load_ops
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 

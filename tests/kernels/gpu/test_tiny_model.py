@@ -6,7 +6,8 @@ import torch
 from prefill_kernels.gpu.chip import Chip
 from prefill_kernels.gpu.triton_ops import triton_ops
 from prefill_kernels.numerics import PRODUCTION, Numerics
-from prefill_kernels.ops import Ops, load_ops
+from prefill_kernels.op_sets import load_ops
+from prefill_kernels.ops import Ops
 from prefill_testing.lockstep_ops import LockstepOps
 from prefill_testing.tiny_comparison import run_observed
 from prefill_testing.tiny_model import random_tokens
