@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml charts/
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint unit test-kv-kills soak-kv bench bench-peers aot aot-triton36 gpu-site protos lock clean images test-cluster test-cluster-short bench-cluster demo-cluster demo-cluster-down
+.PHONY: help setup demo test lint unit test-kernels test-kv-kills soak-kv bench bench-peers aot aot-triton36 gpu-site protos lock clean images test-cluster test-cluster-short bench-cluster demo-cluster demo-cluster-down
 
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ $(STAMP): requirements.lock pyproject.toml charts/tools/helm.lock
 demo: setup  ## a real prefill on this machine, each hand-off checked by a decode probe (under a minute)
 	$(BIN)/prefill-engine demo
 
-test: lint unit  ## everything that CI runs: lint, types, import rules, tests
+test: lint unit  ## lint, types, import rules, tests of all but the Triton kernels
 
 lint: setup  ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
@@ -35,7 +35,11 @@ lint: setup  ## ruff, mypy --strict, import contracts
 	$(BIN)/lint-imports
 
 unit: setup  ## pytest
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not kills" tests --ignore=tests/cluster
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not kills" tests --ignore=tests/cluster --ignore=tests/kernels/gpu --ignore=tests/kernels/aot
+
+test-kernels: setup  ## the Triton kernels without a GPU: each against ref in the interpreter, launch plan, GPU script's dry run, AOT gate
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/kernels/gpu tests/kernels/aot
+	$(AOT)
 
 test-kv-kills: setup  ## the whole process-kill matrix: engine, kvd, peer, directory, killed and frozen in every phase (5 minutes)
 	$(BIN)/python -m pytest -q tests/e2e/test_kv_kills.py

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[1] / "bench" / "bench_launches.py"
+BENCH = Path(__file__).parents[2] / "bench" / "bench_launches.py"
 
 
 @pytest.mark.slow
