@@ -76,10 +76,11 @@ class VisionOps(Protocol):
 
 
 def load_vision_ops(name: str) -> VisionOps:
-    """The one place that chooses an implementation: "ref" (any machine; pins torch to one CPU thread, as load_ops does).
+    """The one place that chooses an implementation: "ref" (any machine; pins torch to one CPU thread, as load_ops does) or
+    "triton" (a CUDA device of this process, bfloat16 activations).
 
     Raises:
-        ValueError: another name, with the choices.
+        ValueError: another name, with the choices; or no GPU that the Triton set has configurations for.
     """
     match name:
         case "ref":
@@ -89,5 +90,10 @@ def load_vision_ops(name: str) -> VisionOps:
 
             torch.set_num_threads(1)
             return ref
+        case "triton":
+            from prefill_kernels.gpu.triton_vision_ops import triton_vision_ops
+            from prefill_kernels.op_sets import cuda_chip
+
+            return triton_vision_ops(cuda_chip())
         case _:
-            raise ValueError(f"vision ops {name!r} are not available: expected 'ref' (the Triton set is not built yet)")
+            raise ValueError(f"vision ops {name!r} are not available: expected 'ref' or 'triton'")

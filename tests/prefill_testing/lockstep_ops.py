@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prefill_kernels.numerics import PRODUCTION
 from prefill_kernels.ops import IndexRows, Ops, Rows
+from prefill_kernels.vision_ops import VisionOps
 
 _WRITTEN = {
     "scatter_rows": ("x_MR",),
@@ -36,9 +37,9 @@ class Difference:
 
 
 class LockstepOps:
-    """An Ops whose results are `leading`'s. differences: of every output of every call so far."""
+    """An Ops or VisionOps whose results are `leading`'s. differences: of every output of every call so far."""
 
-    def __init__(self, leading: Ops, checked: Ops) -> None:
+    def __init__(self, leading: Ops | VisionOps, checked: Ops | VisionOps) -> None:
         self._leading, self._checked = leading, checked
         self._packed: dict[int, IndexRows] = {}
         self._kept: list[IndexRows] = []
@@ -88,7 +89,8 @@ class LockstepOps:
 
 
 def _parameter_names(op: str) -> list[str]:
-    return list(inspect.signature(getattr(Ops, op)).parameters)[1:]
+    protocol = Ops if hasattr(Ops, op) else VisionOps
+    return list(inspect.signature(getattr(protocol, op)).parameters)[1:]
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -36,6 +36,9 @@ GPU_MODULES = (
     "expert_rows",
     "experts",
     "combine_experts",
+    "vision_rows",
+    "vision_linear",
+    "vision_attention",
 )
 
 

@@ -122,7 +122,7 @@ def dense_product(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """tile_product of a dense weight, from pointers to the first WIDTH columns of its rows and x's; vision_linear calls it, too."""
+    """tile_product of a dense weight; x_tile, w_tile: pointers to the first WIDTH columns. vision_linear calls it, too."""
     k = tl.arange(0, WIDTH)
     acc = tl.zeros((ROWS, OUT) if ROWS_LEFT else (OUT, ROWS), tl.float32)
     for start in range(0, width, WIDTH):

@@ -146,16 +146,17 @@ def _rows_per_program(block_width: int) -> int:
 
 
 def aot_cases(chip: Chip) -> tuple[AotCase, ...]:
-    """The q norm and the final norm of the released model, and the widest rows that are quantised alone, 32,768 of each."""
+    """The q norm and the final norm of the released model, and the widest rows that are quantised alone, 32,768 of each; the
+    norms of a full batch of the vision tower."""
     return (
         _norm_case("norm_rows", "norm_rows q_norm", 1280, chip),
         _norm_case("rms_norm", "rms_norm final", 5120, chip),
+        _norm_case("rms_norm", "rms_norm vision", 1024, chip, num_rows=16384),
         _quantise_case(15360, chip),
     )
 
 
-def _norm_case(op: str, name: str, width: int, chip: Chip) -> AotCase:
-    num_rows = 32768
+def _norm_case(op: str, name: str, width: int, chip: Chip, *, num_rows: int = 32768) -> AotCase:
     quantise, codes = op == "norm_rows", op == "norm_rows" and chip is Chip.SM_100
     block_width = triton.next_power_of_2(width)
     rows = _rows_per_program(block_width)
