@@ -75,12 +75,18 @@ def test_cli_verbs_are_the_agreed_ones() -> None:
         "kv",
         "directory",
         "ve",
+        "ve-sweep",
+        "ve-balance",
         "demo",
     ]
 
 
 @pytest.mark.parametrize(
-    "verb", ["plan", "serve", "check", "equivalence", "make-checkpoint", "request", "drain", "kv", "directory", "ve", "demo"]
+    "verb",
+    [
+        *("plan", "serve", "check", "equivalence", "make-checkpoint", "request", "drain", "kv", "directory"),
+        *("ve", "ve-sweep", "ve-balance", "demo"),
+    ],
 )
 def test_every_verb_has_help(verb: str) -> None:
     done = subprocess.run(

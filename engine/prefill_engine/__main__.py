@@ -21,6 +21,9 @@ VERBS = {
     "drain": "ask an engine to take no new work and wait until it is empty",
     "kv": "serve a pod's KV sidecar: shared-memory pool, store, peers",
     "directory": "serve the cluster's directory of snapshots and segments",
+    "ve": "serve a vision encoder, drain it, ask it, have an image encoded",
+    "ve-sweep": "measure a vision encoder alone, over image and batch sizes",
+    "ve-balance": "simulate how images spread over vision encoders, by three policies",
     "demo": "a real prefill on this machine, verified by a decode probe",
 }
 

@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 
 from prefill_engine import timeline
 from prefill_engine.client_events import event_body, to_duration, to_seconds
+from prefill_engine.client_images import PromptImage, image_spans
 from prefill_engine.client_ticket import MODE_NUMBERS, Ticket, ticket_from_proto
 from prefill_engine.rpc import common_pb2, prefill_pb2, prefill_pb2_grpc
 from prefill_engine.rpc.status import DETAILS_KEY, Failure, decode_failure
@@ -47,7 +48,8 @@ class PrefillOptions:
 
     hit_keys: block keys of the largest hit allowed (block_keys_of), () = none, None = what the engine finds (C6).
     cache_scope: tenant salt of the block keys, 32 bytes or empty. step_cap_seconds, max_queue_wait_seconds: None = no
-    limit. temperature 0 = greedy, top_p 0 = 1 (C50). seed: None = the engine's choice.
+    limit. temperature 0 = greedy, top_p 0 = 1 (C50). seed: None = the engine's choice. images: of the prompt, in order
+    (client_images.place_images).
     """
 
     store: str = "best-effort"
@@ -62,6 +64,7 @@ class PrefillOptions:
     temperature: float = 0.0
     top_p: float = 0.0
     seed: int | None = None
+    images: tuple[PromptImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,8 @@ class ServerInfo:
     weights_digest: bytes
     tokenizer_digest: bytes
     layout_digest: bytes
+    vision_digest: bytes
+    """Of the tower whose rows it takes; b"" = it takes no images."""
     handoff_modes: tuple[str, ...]
     transports: tuple[str, ...]
     format: common_pb2.KvFormat = field(repr=False)
@@ -100,6 +105,7 @@ def build_request(
             priority=f"PRIORITY_CLASS_{options.priority.upper()}",
         ),
         tokens=token_ids,
+        images=image_spans(options.images),
         first_token=prefill_pb2.FirstTokenPlan(
             mode=prefill_pb2.FirstTokenPlan.SAMPLE,
             temperature=options.temperature,
@@ -269,14 +275,17 @@ class PrefillClient:
             weights_digest=info.model.weights_digest,
             tokenizer_digest=info.model.tokenizer_digest,
             layout_digest=info.layout_digest,
+            vision_digest=info.model.vision_digest,
             handoff_modes=tuple(info.handoff_modes),
             transports=tuple(info.transports),
             format=info.formats[0] if info.formats else common_pb2.KvFormat(),
         )
 
 
-def block_keys_of(info: ServerInfo, token_ids: Sequence[int], *, cache_scope: bytes) -> tuple[bytes, ...]:
-    """Keys of the prompt's complete blocks as that engine computes them (kv.md 2.2); text only."""
+def block_keys_of(
+    info: ServerInfo, token_ids: Sequence[int], *, cache_scope: bytes, images: Sequence[PromptImage] = ()
+) -> tuple[bytes, ...]:
+    """Keys of the prompt's complete blocks as that engine computes them (kv.md 2.2)."""
     root = chain_root(
         weights_digest=info.weights_digest,
         tokenizer_digest=info.tokenizer_digest,
@@ -284,7 +293,8 @@ def block_keys_of(info: ServerInfo, token_ids: Sequence[int], *, cache_scope: by
         numerics_class=info.numerics_class,
         tenant_salt=cache_scope,
     )
-    return tuple(block_keys(root, struct.pack(f"<{len(token_ids)}i", *token_ids)))
+    digests = [image.digest for image in images]
+    return tuple(block_keys(root, struct.pack(f"<{len(token_ids)}i", *token_ids), images=digests))
 
 
 def open_channel(endpoint: str) -> grpc.aio.Channel:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prefill_engine.batch import AttemptRows
+from prefill_engine.batch import AttemptRows, Mask, SpanEmbeddings
 from prefill_engine.kv_cache import KvCache
 from prefill_engine.model.engram_tables import build_engram_tables
 from prefill_engine.model.flash import DeepseekV41Flash
@@ -143,17 +143,28 @@ class DecodeProbe:
         assert logits_V is not None
         return logits_V
 
-    def reference(self, prompt: Sequence[int], first_token: int, *, replayed_hit: int | None) -> Reference:
+    def reference(
+        self,
+        prompt: Sequence[int],
+        first_token: int,
+        *,
+        replayed_hit: int | None,
+        images: tuple[SpanEmbeddings, ...] = (),
+    ) -> Reference:
         """The run that a hand-over must equal (C4); its decoder floor stays at L - keep for the token after the prompt.
 
         Args:
             prompt: [L] token ids.
             replayed_hit: hit H whose window was rebuilt by replay: [0, H) is computed for its Block KV alone, then rows
                 from H - window run without window history. None: no replay; an exact hit equals a cold run.
+            images: input rows of every image span of the prompt.
         """
         num_tokens = len(prompt)
         floor = decoder_floor(num_tokens, keep_tokens=self._keep_tokens)
-        run = self._new_run(AttemptRows(token_ids=np.array([*prompt, first_token], dtype=np.int32)))
+        token_ids = np.array([*prompt, first_token], dtype=np.int32)
+        run = self._new_run(
+            AttemptRows(token_ids=token_ids, is_image=_image_mask(num_tokens + 1, images), embeddings=images)
+        )
         recorder = Recorder(self._model.spec)
         hit = replayed_hit or 0
         start = replay_start(hit, window_tokens=self.state.window_tokens)
@@ -177,25 +188,27 @@ class DecodeProbe:
         *,
         replayed_hit: int | None,
         tolerance: float = 0.0,
+        images: tuple[SpanEmbeddings, ...] = (),
     ) -> ProbeReport:
         """Probe against reference, and the reference's distance to a cold run.
 
         Args:
             handed: of a greedy prefill of `prompt`.
             tolerance: largest absolute difference of the logits; 0 also asks for equal bytes of blocks and windows.
+            images: as reference's.
 
         Raises:
             KvError: as next_logits.
         """
         row = handed.row
         probe_V = self.next_logits(handed)
-        reference = self.reference(prompt, row.first_token, replayed_hit=replayed_hit)
+        reference = self.reference(prompt, row.first_token, replayed_hit=replayed_hit, images=images)
         cold = reference
         if replayed_hit is not None:
-            cold = self.reference(prompt, row.first_token, replayed_hit=None)
+            cold = self.reference(prompt, row.first_token, replayed_hit=None, images=images)
         differing = _differing_blocks(handed, reference)
         max_abs_diff = _max_abs_diff(probe_V, reference.logits_V)
-        problems = _row_problems(row, self._expected_row(prompt, reference, replayed_hit))
+        problems = _row_problems(row, self._expected_row(prompt, reference, replayed_hit, images))
         if not max_abs_diff <= tolerance:
             problems.append(f"logits differ from the reference by {max_abs_diff:.3g}, allowed {tolerance:.3g}")
         if differing and tolerance == 0.0:
@@ -230,8 +243,16 @@ class DecodeProbe:
             num_state_slots=2,
         )
 
-    def _expected_row(self, prompt: Sequence[int], reference: Reference, replayed_hit: int | None) -> RequestRow:
-        oldest, middle, newest = [-1, -1, -1, *prompt][-3:]
+    def _expected_row(
+        self,
+        prompt: Sequence[int],
+        reference: Reference,
+        replayed_hit: int | None,
+        images: tuple[SpanEmbeddings, ...],
+    ) -> RequestRow:
+        is_image = _image_mask(len(prompt), images)
+        ids = prompt if is_image is None else np.where(is_image, -1, prompt).tolist()
+        oldest, middle, newest = [-1, -1, -1, *ids][-3:]
         return RequestRow(
             prompt_tokens=len(prompt),
             decoder_floor=decoder_floor(len(prompt), keep_tokens=self._keep_tokens),
@@ -239,6 +260,15 @@ class DecodeProbe:
             last_tokens=(oldest, middle, newest),
             first_token=int(reference.first_token_logits_V.argmax()),
         )
+
+
+def _image_mask(num_tokens: int, images: Sequence[SpanEmbeddings]) -> Mask | None:
+    if not images:
+        return None
+    mask = np.zeros(num_tokens, dtype=np.bool_)
+    for span in images:
+        mask[span.start : span.start + len(span.data)] = True
+    return mask
 
 
 def _import_handed(handed: HandedKv, cache: KvCache) -> None:

@@ -7,6 +7,7 @@ one clock for all processes of a machine; they never leave it.
 """
 
 from prefill_engine.handoff_pieces import ComponentKey, PieceChecks, PushRegion
+from prefill_engine.image_messages import ImageRows, ImageRowsDone, ImagesWanted
 from prefill_plan.config import Struct
 
 
@@ -16,11 +17,13 @@ class Message(Struct, tag=True):
 
 # --- front -> rank ------------------------------------------------------------------------------------------------------
 class ImageItem(Struct):
-    """Image span [start, start + length) of the prompt; content_key: 32 bytes (serving.md 4.4)."""
+    """Image span [start, start + length) of the prompt; content_key: 32 bytes (serving.md 4.4). has_source: its rows can be had,
+    the request came with pixels or a ticket."""
 
     start: int
     length: int
     content_key: bytes
+    has_source: bool = False
 
 
 class Sampling(Struct):
@@ -126,7 +129,8 @@ class Progress(Message):
 
 
 class RankReady(Message):
-    """The rank can take work. Digests are 32 bytes (kv.md 2.2). data_transport: what its data port speaks, "" = it has none."""
+    """The rank can take work. Digests are 32 bytes (kv.md 2.2). data_transport: what its data port speaks, "" = it has none.
+    vision_digest: of the tower in the checkpoint, b"" without vision."""
 
     rank: int
     kv_tokens_total: int
@@ -138,6 +142,7 @@ class RankReady(Message):
     store_kind: str
     data_transport: str = ""
     data_port: int = -1
+    vision_digest: bytes = b""
 
 
 class RankFailed(Message):
@@ -340,7 +345,7 @@ class RankLoad(Message):
     at_ns: int
 
 
-ToRank = Submit | Cancel | Release | Stop
+ToRank = Submit | Cancel | Release | Stop | ImageRows
 FromRank = (
     Progress
     | RankReady
@@ -358,6 +363,8 @@ FromRank = (
     | AttemptFailed
     | Released
     | RankLoad
+    | ImagesWanted
+    | ImageRowsDone
 )
 
 

@@ -77,6 +77,24 @@ class Metrics:
         self.startup_seconds = gauge("startup_seconds", "Time of a start-up stage.", ("stage", "rank"))
         self.weight_load_bytes = gauge("weight_load_bytes", "Weight bytes loaded.", ("stage", "rank"))
 
+    def _add_vision(self, registry: CollectorRegistry) -> None:
+        """Of images that vision encoders make rows of; those export their own families, ve_*."""
+        self.images = Counter(
+            PREFIX + "images_total", "Images fetched from encoders, by outcome.", ("outcome",), registry=registry
+        )
+        self.image_seconds = Histogram(
+            PREFIX + "image_seconds",
+            "From wanting an image to its rows being here.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.encoders_usable = Gauge(
+            PREFIX + "encoders_usable", "Vision encoders that take images now.", registry=registry
+        )
+        self.image_rows_bytes = Gauge(
+            PREFIX + "image_rows_bytes", "Shared memory with rows on their way to the model.", registry=registry
+        )
+
     def _add_handoff(self, registry: CollectorRegistry) -> None:
         """Of hand-offs and pushes."""
         self.handoff_seconds = Histogram(
@@ -99,6 +117,7 @@ class Metrics:
             return Counter(name, text, labels, registry=registry)
 
         self._add_handoff(registry)
+        self._add_vision(registry)
         self.kv_open = counter("pe_kv_open_total", "Look-ups at kvd: exact, pulling, replay or miss.", ("mode",))
         self.kv_open_late = counter("pe_kv_open_late_total", "Look-ups not answered in time; they are misses, too.")
         self.kv_hit_tokens = counter("pe_kv_hit_tokens_total", "Tokens of blocks that look-ups found.")

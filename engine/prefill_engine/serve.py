@@ -30,6 +30,7 @@ from prefill_engine.front.grants import SinkCall
 from prefill_engine.front.lanes import RankLanes
 from prefill_engine.front.lifecycle import Lifecycle
 from prefill_engine.front.load import LoadBoard
+from prefill_engine.front.local_encoder import LocalEncoder, local_encoder_config
 from prefill_engine.front.ports import OpenPorts, open_ports
 from prefill_engine.front.rank_process import RankProcess
 from prefill_engine.front.served_model import EngineIdentity, ServedModel, build_served_model
@@ -37,10 +38,13 @@ from prefill_engine.front.sink_calls import SinkCaller
 from prefill_engine.front.socket_dir import make_socket_dir
 from prefill_engine.front.telemetry import Telemetry
 from prefill_engine.front.tickets import Ticket, Tickets
+from prefill_engine.front.vision_side import VisionSide
 from prefill_engine.messages import RankArgs, RankReady, ToRank
 from prefill_engine.metrics import Metrics
 from prefill_engine.settings import HostIdentity
-from prefill_plan.config import EngineConfig, StoreKind
+from prefill_engine.vision.slab import Slab, remove_orphans
+from prefill_engine.vision_client.image_fetch import VALUE_BYTES
+from prefill_plan.config import EngineConfig, StoreKind, VisionConfig, VisionMode
 from prefill_plan.errors import CheckpointError, ConfigError, ExitCode
 from prefill_plan.model_spec import ModelSpec, load_model_spec
 from prefill_plan.positions import validate_keep
@@ -92,9 +96,31 @@ def check_start(config: EngineConfig) -> ModelSpec:
     validate_keep(replay.keep_tokens, spec.window_tokens, replay.max_rollback_tokens)
     if config.store.kind is StoreKind.FILE:
         _check_store(Path(config.store.path))
+    check_vision(config.vision, spec)
     if config.parallel.dp_size < 1:
         raise ConfigError(f"parallel.dp_size {config.parallel.dp_size}, expected at least 1")
     return spec
+
+
+def check_vision(vision: VisionConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError: no encoders to ask, an address that is none, no room for an image, a model without vision."""
+    if vision.mode is VisionMode.NONE:
+        return
+    mode = f"vision.mode = {vision.mode}"
+    if spec.vision is None:
+        raise ConfigError(f"{mode}, but the model's config.json has no vision_config")
+    if (vision.mode is VisionMode.REMOTE) != bool(vision.endpoints):
+        expected = "at least one host:port" if vision.mode is VisionMode.REMOTE else "none, the engine runs its own"
+        raise ConfigError(f"{mode} with vision.endpoints = {list(vision.endpoints)}, expected {expected}")
+    for endpoint in vision.endpoints:
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"vision.endpoints has {endpoint!r}, expected host:port")
+    image_bytes = spec.vision.max_image_tokens * spec.hidden_size * VALUE_BYTES
+    if vision.rows_bytes < image_bytes:
+        raise ConfigError(f"vision.rows_bytes = {vision.rows_bytes}, expected at least one image of {image_bytes}")
+    if vision.image_seconds <= 0:
+        raise ConfigError(f"vision.image_seconds = {vision.image_seconds}, expected more than 0")
 
 
 def _check_store(path: Path) -> None:
@@ -111,16 +137,22 @@ def _check_store(path: Path) -> None:
 
 
 async def _serve(config: EngineConfig, spec: ModelSpec, host: HostIdentity, options: ServeOptions) -> Ending:
+    rows = open_rows(config, host)
     socket_dir = str(make_socket_dir())
     context = zmq.asyncio.Context()
     registry = CollectorRegistry()
     epoch = time.time_ns() // 1_000_000
-    front = build_front(config, spec, context=context, socket_dir=socket_dir, registry=registry, epoch=epoch, host=host)
+    front = build_front(
+        config, spec, context=context, socket_dir=socket_dir, registry=registry, epoch=epoch, host=host, rows=rows
+    )
     ports: OpenPorts | None = None
     processes: list[RankProcess] = []
+    encoding: asyncio.Task[None] | None = None
     try:
         ports = await open_ports(front, config, registry=registry)
         front.endpoint = f"{host.pod_ip or config.server.host}:{ports.port}"
+        if front.vision is not None and front.vision.local is not None:
+            encoding = asyncio.create_task(front.vision.local.run())
         processes = [
             RankProcess(
                 RankArgs(config=msgspec.json.encode(config), dp_rank=rank, socket_dir=socket_dir, fault=options.fault),
@@ -138,6 +170,10 @@ async def _serve(config: EngineConfig, spec: ModelSpec, host: HostIdentity, opti
         if ports is not None:
             await ports.close()
         await front.sink_caller.close()
+        if encoding is not None:
+            await _end_tasks([encoding])
+        if front.vision is not None:
+            await front.vision.close()
         for lanes in front.lanes.values():
             lanes.close()
         context.term()
@@ -155,8 +191,9 @@ def build_front(
     registry: CollectorRegistry,
     epoch: int,
     host: HostIdentity,
+    rows: Slab | None,
 ) -> Front:
-    """Every object of the front, by name. Call it inside the running loop."""
+    """Every object of the front, by name. Call it inside the running loop. rows: of open_rows."""
     clock = time.monotonic
     started = clock()
     lanes = {rank: RankLanes(context, socket_dir=socket_dir, rank=rank) for rank in range(config.parallel.dp_size)}
@@ -204,8 +241,44 @@ def build_front(
         build_served=build_served,
         sink_caller=SinkCaller(lifecycle.sink_answered),
         clock=clock,
+        vision=None if rows is None else _build_vision(config, lifecycle, rows=rows, send=send, telemetry=telemetry),
     )
     return front
+
+
+def open_rows(config: EngineConfig, host: HostIdentity) -> Slab | None:
+    """Shared memory for rows of images on their way to the ranks; None without vision.
+
+    Raises:
+        ConfigError: /dev/shm has not that much.
+    """
+    vision = config.vision
+    if vision.mode is VisionMode.NONE:
+        return None
+    orphans = remove_orphans()
+    if orphans:
+        logger.warning("removed shared memory of processes that are gone", extra={"files": orphans})
+    return Slab(f"{host.engine_id}.{os.getpid()}.pe", vision.rows_bytes, key="vision.rows_bytes")
+
+
+def _build_vision(
+    config: EngineConfig,
+    lifecycle: Lifecycle,
+    *,
+    rows: Slab,
+    send: Callable[[int, ToRank], None],
+    telemetry: Telemetry,
+) -> VisionSide:
+    is_local = config.vision.mode is VisionMode.IN_ENGINE
+    return VisionSide(
+        config.vision,
+        slab=rows,
+        local=LocalEncoder(local_encoder_config(config)) if is_local else None,
+        send=send,
+        fail=lifecycle.fail,
+        observer=telemetry,
+        clock=time.monotonic,
+    )
 
 
 def new_id() -> bytes:

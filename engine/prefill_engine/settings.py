@@ -1,4 +1,5 @@
-"""Reads EngineConfig or KvdConfig: a JSON file, then `--set part.field=value` in order. The only reader of the environment.
+"""Reads the configuration of engine, kvd or encoder: a JSON file, then `--set part.field=value` in order. The only reader of the
+environment.
 
 Parsed once at start; each object then gets its own part, never the whole tree.
 """
@@ -14,6 +15,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from prefill_plan.config import EngineConfig
+from prefill_plan.encoder_config import EncoderConfig
 from prefill_plan.errors import ConfigError
 from prefill_plan.kvd_config import KvdConfig
 
@@ -43,6 +45,11 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> EngineConfig:
 def load_kvd_config(path: Path | None, overrides: Sequence[str]) -> KvdConfig:
     """As load_config, for the KV sidecar."""
     return _load(path, overrides, KvdConfig)
+
+
+def load_encoder_config(path: Path | None, overrides: Sequence[str]) -> EncoderConfig:
+    """As load_config, for a vision encoder."""
+    return _load(path, overrides, EncoderConfig)
 
 
 def load_identity(environ: Mapping[str, str] = os.environ) -> HostIdentity:

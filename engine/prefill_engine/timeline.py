@@ -296,6 +296,11 @@ def _zoom(record: AttemptRecord, spans: tuple[Span, ...]) -> tuple[float, list[S
 
 def _note(record: AttemptRecord, phase: str, seconds: float) -> str:
     """What happened in a phase, from the events; "" = nothing to add to the engine's own note."""
+    if phase == "IMAGES" and (images := [e.body for e in record.events if isinstance(e.body, ImageReady)]):
+        rows = sum(image.rows for image in images)
+        slowest = max(image.took_seconds for image in images)
+        count = "1 image" if len(images) == 1 else f"{len(images)} images, slowest {format_ms(slowest)}"
+        return f"{rows:,} rows of {count} from the vision encoder"
     if phase == "SWAP_IN" and (swap := last_event(record, SwapIn)) is not None:
         rate = f", {format_bytes(swap.num_bytes / seconds)}/s" if seconds > 0 else ""
         shrunk = f", hit shrunk to {swap.hit_shrunk_to:,}" if swap.hit_shrunk_to > 0 else ""
@@ -327,6 +332,8 @@ def _summary(record: AttemptRecord) -> list[tuple[str, str]]:
         replayed = f", {usage.replayed_tokens:,} replayed to rebuild window KV" if usage.replayed_tokens else ""
         cached = f"{usage.cached_tokens:,} from the cache"
         rows.append(("tokens", f"{usage.prompt_tokens:,} = {cached} + {usage.computed_tokens:,} computed{replayed}"))
+        if usage.image_tokens and not any(isinstance(e.body, ImageReady) for e in record.events):
+            rows.append(("images", f"{usage.image_tokens:,} tokens, all in the cache; no vision encoder was asked"))
     store = completed.store if completed is not None and completed.store is not None else last_event(record, StoreState)
     if store is not None:
         rows.append(("blocks", _store_text(store)))

@@ -40,6 +40,15 @@ class StoreKind(StrEnum):
     FILE = "file"
 
 
+class VisionMode(StrEnum):
+    """Who encodes images: nobody (they are refused), vision encoders elsewhere, or one that this engine starts beside its
+    ranks."""
+
+    NONE = "none"
+    REMOTE = "remote"
+    IN_ENGINE = "in-engine"
+
+
 class ModelConfig(Struct):
     path: str
     """Directory with config.json, tokenizer.json, model.safetensors.index.json and shards."""
@@ -161,6 +170,18 @@ class SchedulerConfig(Struct):
     """An idle engine runs a placeholder step this often, so that health is proved, not assumed."""
 
 
+class VisionConfig(Struct):
+    mode: VisionMode = VisionMode.NONE
+    """With remote and in-engine the model's path holds the vision tower as well: its digest names the encoders that will do."""
+    endpoints: tuple[str, ...] = ()
+    """Of vision encoders, host:port, for remote; every address of a name is one encoder, so a headless Service names a
+    VEPool."""
+    rows_bytes: int = 512 * 1024 * 1024
+    """Rows on their way to the model, in /dev/shm; an image of the release takes at most 10 MiB (serving.md 4.5)."""
+    image_seconds: float = 10.0
+    """Longest wait for an answer about one image; then another encoder is asked, once (serving.md 4.6)."""
+
+
 class EngineConfig(Struct):
     """Everything `prefill-engine serve` needs.
 
@@ -179,5 +200,6 @@ class EngineConfig(Struct):
     store: StoreConfig = StoreConfig()
     kvd: KvdLink = KvdLink()
     scheduler: SchedulerConfig = SchedulerConfig()
+    vision: VisionConfig = VisionConfig()
     max_context_tokens: int = 131_072
     """Longest prompt accepted."""

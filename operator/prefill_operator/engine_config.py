@@ -13,9 +13,10 @@ import msgspec
 from prefill_operator.plan import PoolPlan, plan_settings
 from prefill_operator.pool_api import ModelSource, PrefillPoolSpec
 from prefill_operator.ports import GRPC_PORT, HANDOFF_PORT, METRICS_PORT, PROBE_PORT
-from prefill_operator.quantity import quantity_bytes
+from prefill_operator.quantity import quantity_bytes, quantity_value
 from prefill_operator.ve_api import VEPoolSpec
 from prefill_plan.config import Device, EngineConfig, StoreKind
+from prefill_plan.encoder_config import EncoderConfig, check_encoder_config
 from prefill_plan.model_spec import ModelSpec
 
 CONFIG_DIR = "/etc/prefill"
@@ -29,6 +30,11 @@ MODEL_MOUNT = "/models"
 # The CPU profile's pools live inside the container's memory limit, not in memory that a plan adds (C27): at most these shares.
 _CPU_STORE_SHARE = 4
 _CPU_SNAPSHOT_SHARE = 8
+
+MAX_ROWS_BYTES = 2 << 30
+"""Shared memory for the rows of a vision encoder; less where encoder.memory is small."""
+_ENCODER_ROWS_SHARE = 8
+_CPUS_PER_DECODE_WORKER = 2
 
 
 def num_ranks(plan: PoolPlan) -> int:
@@ -64,20 +70,16 @@ def engine_arguments(*, load_timeout_seconds: int, drain_timeout_seconds: int) -
     return [word for key, value in timeouts.items() for word in ("--set", f"server.{key}={value}")]
 
 
+def encoder_config(spec: VEPoolSpec) -> EncoderConfig:
+    """What a vision encoder of such a pool runs with."""
+    return msgspec.convert(_encoder_settings(spec), EncoderConfig)
+
+
 def encoder_json(spec: VEPoolSpec) -> str:
-    """Configuration of a vision encoder. Its struct comes with the encoder (vision issue); these are the documented values."""
-    source = spec.model.source
-    return _json_text(
-        {
-            "model": {"name": spec.model.name, "path": _join(MODEL_MOUNT, source.pvc.path if source.pvc else "")},
-            "server": _server_settings(),
-            "batching": {
-                "max_patches_per_batch": spec.batching.max_patches_per_batch,
-                "max_patches_per_image": spec.batching.max_patches_per_image,
-                "max_delay_milliseconds": spec.batching.max_delay_milliseconds,
-            },
-        }
-    )
+    """The EncoderConfig as text, as engine_json writes an EngineConfig."""
+    settings = _encoder_settings(spec)
+    check_encoder_config(msgspec.convert(settings, EncoderConfig))
+    return _json_text(settings)
 
 
 def balancing_json(spec: VEPoolSpec) -> str:
@@ -118,6 +120,26 @@ def _engine_settings(spec: PrefillPoolSpec, plan: PoolPlan, *, model: ModelSpec)
         },
         "scheduler": {"chunk_cap_tokens": settings.chunk_tokens},
         **({"kvd": {"socket": KVD_SOCKET}} if spec.kvd.enabled else {}),
+    }
+
+
+def _encoder_settings(spec: VEPoolSpec) -> dict[str, Any]:
+    source, encoder, batching = spec.model.source, spec.encoder, spec.batching
+    on_cpu = encoder.device is Device.CPU
+    rows_bytes = min(MAX_ROWS_BYTES, quantity_bytes(encoder.memory) // _ENCODER_ROWS_SHARE)
+    return {
+        "model": {"name": spec.model.name, "path": _join(MODEL_MOUNT, source.pvc.path if source.pvc else "")},
+        "device": str(encoder.device),
+        "ops": "ref" if on_cpu else "triton",
+        "server": _server_settings(),
+        "batching": {
+            "max_patches_per_batch": batching.max_patches_per_batch,
+            "max_patches_per_image": batching.max_patches_per_image,
+            "max_delay_milliseconds": batching.max_delay_milliseconds,
+        },
+        "rows": {"memory_bytes": rows_bytes, "cache_bytes": rows_bytes // 2},
+        # Of the container's CPUs: the process itself would count the node's.
+        "decode": {"workers": max(1, int(quantity_value(encoder.cpu)) // _CPUS_PER_DECODE_WORKER)},
     }
 
 

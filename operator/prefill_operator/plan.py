@@ -155,15 +155,17 @@ def _sealed(spec: PrefillPoolSpec, plan: PoolPlan) -> PoolPlan:
 
 
 def _plan_encoder(spec: VEPoolSpec) -> PoolPlan:
-    """A VE is one GPU; there is nothing to choose (C39)."""
+    """A VE is one GPU, or none with device cpu; there is nothing to choose (C39)."""
+    on_cpu = spec.encoder.device is Device.CPU
     revision = revision_hash(spec, ep=1, engram="", degraded="")
     return PoolPlan(
         feasible=True,
         reason=Reason.FIXED,
-        message="one GPU per VE",
+        message="CPU profile: no GPU, figures are not a GPU's" if on_cpu else "one GPU per VE",
         inputs_hash=revision,
         ep=1,
-        gpus=1,
+        gpus=0 if on_cpu else 1,
+        device=spec.encoder.device,
         source=PlanSource.FIXED,
         hash=digest_json([revision, 1], digits=12),
         revision=revision,

@@ -18,6 +18,7 @@ from prefill_operator.api_parts import (
     SchedulingSpec,
 )
 from prefill_operator.quantity import ByteQuantity, ResourceQuantity
+from prefill_plan.config import Device
 
 
 class BalancingPolicy(StrEnum):
@@ -94,6 +95,7 @@ class VENetworkSpec(ApiStruct):
 
 class EncoderSpec(ApiStruct):
     image: str
+    device: Device = Device.GPU
     image_pull_policy: ImagePullPolicy = ImagePullPolicy.IF_NOT_PRESENT
     args: tuple[str, ...] = ()
     cpu: ResourceQuantity = 8

@@ -186,7 +186,7 @@ def test_fault_of_a_store_thread_is_told_instead_of_leaving_attempts_to_wait() -
         pushes=Mock(collect=lambda: ()),
         source=Mock(completions=SimpleQueue()),
         digests=Mock(),
-        window_tokens=128,
+        images=Mock(),
         num_sources=1,
         send=lambda _message: None,
     )

@@ -7,9 +7,19 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from prefill_engine.serve import ServeOptions, check_start, run_serve
-from prefill_plan.config import EngineConfig, ModelConfig, ParallelConfig, ReplayConfig, StoreConfig, StoreKind
+from prefill_plan.config import (
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ReplayConfig,
+    StoreConfig,
+    StoreKind,
+    VisionConfig,
+    VisionMode,
+)
 from prefill_plan.errors import ExitCode
 from prefill_testing.engine_rig import IDENTITY, tiny_config
 
@@ -57,6 +67,30 @@ def test_empty_store_path_is_refused(tmp_path: Path):
 
 def test_zero_ranks_are_refused(tmp_path: Path):
     assert serve(tiny_config(parallel=ParallelConfig(dp_size=0)), tmp_path)[0] == ExitCode.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("vision", "words"),
+    [
+        (VisionConfig(mode=VisionMode.REMOTE), "expected at least one host:port"),
+        (VisionConfig(mode=VisionMode.IN_ENGINE, endpoints=("ve:1",)), "expected none, the engine runs its own"),
+        (VisionConfig(mode=VisionMode.REMOTE, endpoints=("ve",)), "'ve', expected host:port"),
+        (VisionConfig(mode=VisionMode.REMOTE, endpoints=("ve:1",), rows_bytes=4096), "at least one image of 12288"),
+        (VisionConfig(mode=VisionMode.IN_ENGINE, image_seconds=0), "image_seconds = 0, expected more than 0"),
+    ],
+    ids=["no-endpoints", "endpoints-in-engine", "no-port", "slab-too-small", "no-time"],
+)
+def test_vision_that_makes_no_sense_is_refused(tmp_path: Path, vision: VisionConfig, words: str):
+    code, detail = serve(tiny_config(vision=vision), tmp_path)
+    assert code == ExitCode.CONFIG
+    assert words in detail
+
+
+def test_shared_memory_that_is_not_there_is_refused(tmp_path: Path):
+    vision = VisionConfig(mode=VisionMode.REMOTE, endpoints=("ve:1",), rows_bytes=1 << 50)
+    code, detail = serve(tiny_config(vision=vision), tmp_path)
+    assert code == ExitCode.CONFIG
+    assert "vision.rows_bytes = 1125899906842624: /dev/shm has" in detail
 
 
 def test_missing_model_is_a_checkpoint_error(tmp_path: Path):

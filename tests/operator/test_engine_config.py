@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from prefill_operator.engine_config import balancing_json, encoder_json, engine_config, engine_json, num_ranks
+from prefill_operator.engine_config import balancing_json, encoder_config, engine_config, engine_json, num_ranks
 from prefill_operator.pool_api import PrefillPoolSpec
 from prefill_operator.render_objects import render_config_map
 from prefill_operator.render_pod import render_pod
@@ -43,6 +43,23 @@ for line in sys.stdin:
     path, overrides = json.loads(line)
     config = load_config(Path(path), overrides)
     print(config.server.port, config.server.load_timeout_seconds, config.server.drain_seconds)
+"""
+
+
+ENCODER_READER = """
+import json, sys
+from pathlib import Path
+from prefill_engine.settings import load_encoder_config
+from prefill_plan.encoder_config import check_encoder_config
+for line in sys.stdin:
+    path, overrides = json.loads(line)
+    config = load_encoder_config(Path(path), overrides)
+    check_encoder_config(config)
+    rows, server = config.rows, config.server
+    print(json.dumps([
+        config.device, config.ops, rows.memory_bytes, rows.cache_bytes, config.decode.workers,
+        server.load_timeout_seconds, server.drain_seconds,
+    ]))
 """
 
 
@@ -229,6 +246,29 @@ def test_kvd_and_3fs_files_are_in_the_config_map() -> None:
 def test_encoder_config_says_how_to_batch() -> None:
     pool = pool_of(VE_BODY, {"batching": {"maxPatchesPerBatch": 20_000}, "balancing": {"policy": "RoundRobin"}})
     assert isinstance(pool.spec, VEPoolSpec)
+    config = encoder_config(pool.spec)
 
-    assert json.loads(encoder_json(pool.spec))["batching"]["max_patches_per_batch"] == 20_000
+    assert config.batching.max_patches_per_batch == 20_000
+    assert config.max_queued_patches == 80_000
     assert json.loads(balancing_json(pool.spec)) == {"policy": "RoundRobin", "max_pending_patches_per_ve": 262_144}
+
+
+def test_encoder_reads_what_we_write_with_the_arguments_we_give(tmp_path: Path) -> None:
+    lines = []
+    for name, encoder in (("gpu", {}), ("cpu", {"device": "cpu", "memory": "2Gi", "cpu": "500m"})):
+        pool = pool_of(VE_BODY, {"encoder": encoder})
+        assert isinstance(pool.spec, VEPoolSpec)
+        plan = plan_of(pool)
+        path = tmp_path / f"{name}.json"
+        path.write_text(render_config_map(pool, plan, model=MODEL)["data"]["encoder.json"])
+        args = container_of(render_pod(pool, plan, create_of(pool, plan), OPEN_POLICY), "encoder")["args"]
+        overrides = [value for option, value in itertools.pairwise(args) if option == "--set"]
+        lines.append(json.dumps([str(path), overrides]))
+    done = subprocess.run(
+        [sys.executable, "-c", ENCODER_READER], input="\n".join(lines), capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
+    gpu, cpu = map(json.loads, done.stdout.splitlines())
+    assert gpu == ["gpu", "triton", 2 * GIB, GIB, 4, 300.0, 60.0]
+    assert cpu == ["cpu", "ref", GIB // 4, GIB // 8, 1, 300.0, 60.0]

@@ -276,6 +276,15 @@ def test_encoder_has_one_gpu_and_its_own_verbs() -> None:
     assert pod["metadata"]["name"].startswith("flash-ve-")
 
 
+def test_encoder_on_cpus_asks_for_no_gpu() -> None:
+    pool = pool_of(VE_BODY, {"encoder": {"device": "cpu"}})
+    encoder = container_of(pod_of(pool), "encoder")
+
+    assert "nvidia.com/gpu" not in encoder["resources"]["limits"]
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in encoder["env"]
+    assert (plan_of(pool).gpus, plan_of(pool).message) == (0, "CPU profile: no GPU, figures are not a GPU's")
+
+
 @pytest.mark.parametrize("gate", [True, False])
 def test_readiness_gate_is_the_installations_choice(gate: bool) -> None:
     pod = pod_of(pool_of(PREFILL_BODY), RenderPolicy(readiness_gate=gate))

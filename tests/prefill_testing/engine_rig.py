@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prefill_engine.front.front import Front
 from prefill_engine.front.ports import open_ports
 from prefill_engine.rpc import common_pb2, handoff_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from prefill_engine.serve import build_front
+from prefill_engine.serve import build_front, open_rows
 from prefill_engine.settings import HostIdentity
 from prefill_plan.config import EngineConfig, HandoffConfig, KvConfig, ModelConfig, ReplayConfig, ServerConfig
 from prefill_plan.model_spec import load_model_spec
@@ -62,10 +62,19 @@ async def engine_rig(config: EngineConfig, *, ready: bool = True, data_port: int
         context = zmq.asyncio.Context()
         stack.callback(context.term)
         front = build_front(
-            config, spec, context=context, socket_dir=socket_dir, registry=registry, epoch=1_000_123, host=IDENTITY
+            config,
+            spec,
+            context=context,
+            socket_dir=socket_dir,
+            registry=registry,
+            epoch=1_000_123,
+            host=IDENTITY,
+            rows=open_rows(config, IDENTITY),
         )
         for lanes in front.lanes.values():
             stack.callback(lanes.close)
+        if front.vision is not None:
+            stack.push_async_callback(front.vision.close)
         ranks = [await stack.enter_async_context(FakeRank(socket_dir=socket_dir, rank=rank)) for rank in front.lanes]
         stack.push_async_callback(_end, asyncio.create_task(front.run()))
         ports = await open_ports(front, config, registry=registry)

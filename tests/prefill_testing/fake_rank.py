@@ -48,7 +48,7 @@ from prefill_engine.messages import (
     ToRank,
     Waiting,
 )
-from prefill_plan.config import EngineConfig
+from prefill_plan.config import EngineConfig, VisionMode
 from prefill_plan.kv_layout import block_layout
 from prefill_plan.model_spec import ModelSpec, load_model_spec
 
@@ -64,6 +64,7 @@ REGIONS = (
 )
 WEIGHTS_DIGEST = bytes(range(32))
 TOKENIZER_DIGEST = bytes(range(32, 64))
+VISION_DIGEST = bytes(range(64, 96))
 
 
 def component_bytes(kind: int) -> bytes:
@@ -86,6 +87,7 @@ def ready_message(rank: int, spec: ModelSpec, config: EngineConfig, *, data_port
         store_kind=config.store.kind.value,
         data_transport="tcp" if data_port >= 0 else "",
         data_port=data_port,
+        vision_digest=VISION_DIGEST if config.vision.mode is not VisionMode.NONE else b"",
     )
 
 
@@ -134,6 +136,7 @@ class FakeRank:
     hold: set[str] = field(default_factory=set)
     fail_store: bool = False
     send_started: bool = True
+    send_released: bool = True
     read_delay_seconds: float = 0.0
     received: list[ToRank] = field(default_factory=list)
     reads: list[ReadRange] = field(default_factory=list)
@@ -194,7 +197,8 @@ class FakeRank:
                     play = self._plays.pop(message.attempt_id, None)
                     if play is not None and isinstance(message, Cancel):
                         play.cancel()
-                    await self.send(Released(attempt_id=message.attempt_id, at_ns=time.monotonic_ns()))
+                    if self.send_released:
+                        await self.send(Released(attempt_id=message.attempt_id, at_ns=time.monotonic_ns()))
                 case Stop():
                     self.stopped.set()
 

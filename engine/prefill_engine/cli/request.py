@@ -1,6 +1,6 @@
 """`prefill-engine request`: sends one prompt to an engine and prints its timeline; can check the hand-off with a decode probe.
 
-Text and token ids only; a request with images needs the vision encoder, which is not there yet.
+With --image the files go along inside the request, and the engine has them encoded (its vision.mode).
 """
 
 import argparse
@@ -13,7 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from prefill_engine.client import PRIORITIES, STORE_MODES, PrefillAttempt, PrefillClient, PrefillOptions, block_keys_of
+from prefill_engine.client import (
+    PRIORITIES,
+    STORE_MODES,
+    PrefillAttempt,
+    PrefillClient,
+    PrefillOptions,
+    ServerInfo,
+    block_keys_of,
+)
+from prefill_engine.client_images import PromptImage, place_images
 from prefill_engine.client_ticket import HANDOFF_MODES
 from prefill_engine.probe_report import ProbeReport, describe_probe
 from prefill_engine.takeover import Outcome, TakenOver
@@ -32,6 +41,7 @@ from prefill_engine.timeline_bars import (
 from prefill_engine.trace import build_trace
 from prefill_plan.errors import CallFailed, ConfigError, PrefillError
 from prefill_plan.kv_layout import BLOCK_TOKENS
+from prefill_plan.model_spec import load_model_spec
 
 _USER_STATUS = ("INVALID_ARGUMENT", "OUT_OF_RANGE")
 """gRPC codes that mean the request itself is wrong (serving.md 1.1): exit 2."""
@@ -51,6 +61,15 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Prompt:
+    """files: encoded images, for the placeholders in token_ids; images: once they are in place of them."""
+
+    token_ids: list[int]
+    images: tuple[PromptImage, ...]
+    files: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
     """One request, sent and ended. error_exit: 0 = it went well, and record.error is empty."""
 
@@ -66,6 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text; needs --tokenizer")
     prompt.add_argument("--token-ids", type=Path, metavar="FILE", help="JSON array of token ids")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json of the engine's model")
+    parser.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="png, jpeg, webp or gif; once per image placeholder of the prompt, in order (with --model)",
+    )
     parser.add_argument(
         "--handoff",
         choices=("none", *HANDOFF_MODES),
@@ -94,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "against a run of our own (greedy requests; on a small model)",
     )
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint directory for --probe and --handoff store-only"
+        "--model", type=Path, metavar="DIR", help="checkpoint directory for --probe, --image and --handoff store-only"
     )
     parser.add_argument(
         "--store", choices=STORE_MODES, default=STORE_MODES[0], help="what to do with new blocks (default: %(default)s)"
@@ -111,18 +138,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cmd_request(args: argparse.Namespace) -> int:
     """Exit 0: computed (and taken over, and verified, as asked); 1: it failed; 2: the request or an option is wrong."""
     try:
-        token_ids = _read_prompt(args)
+        prompt = _Prompt(token_ids=_read_prompt(args), images=(), files=_read_images(args))
         _check_options(args)
+        prompt, run = asyncio.run(_send(args, prompt))
     except ConfigError as error:
         return _usage(error)
-    run = asyncio.run(_send(args, token_ids))
     probe: ProbeReport | None = None
     own_stages: list[Stage] = []
     failure, exit_code = run.record.error, run.error_exit
     taken = run.outcome.taken_over if run.outcome is not None else None
     if args.probe and taken is not None:
         try:
-            probe, stage = _probe(args, run, taken, token_ids)
+            probe, stage = _probe(args, run, taken, prompt)
             own_stages.append(stage)
         except PrefillError as error:
             failure, exit_code = str(error), 1
@@ -144,7 +171,8 @@ def cmd_request(args: argparse.Namespace) -> int:
     return exit_code
 
 
-async def _send(args: argparse.Namespace, token_ids: list[int]) -> _Run:
+async def _send(args: argparse.Namespace, prompt: _Prompt) -> tuple[_Prompt, _Run]:
+    """The prompt as it was sent, and what became of it. Raises ConfigError: its images do not fit it; nothing was sent."""
     mode = "pull" if args.handoff == "none" else args.handoff
     handoff = args.handoff != "none" or args.probe
     options = PrefillOptions(store=args.store, handoff=handoff, mode=mode, priority=args.priority)
@@ -154,10 +182,13 @@ async def _send(args: argparse.Namespace, token_ids: list[int]) -> _Run:
         try:
             info = await client.server_info()
             keep_tokens = info.keep_tokens
+            if prompt.files:
+                prompt = _place(args, prompt, info, options.cache_scope)
+                options = dataclasses.replace(options, images=prompt.images)
             if args.hit_tokens is not None:
-                keys = block_keys_of(info, token_ids, cache_scope=options.cache_scope)
+                keys = block_keys_of(info, prompt.token_ids, cache_scope=options.cache_scope, images=prompt.images)
                 options = dataclasses.replace(options, hit_keys=keys[: args.hit_tokens // BLOCK_TOKENS])
-            attempt = client.prefill(token_ids, options, timeout_seconds=args.timeout_seconds)
+            attempt = client.prefill(prompt.token_ids, options, timeout_seconds=args.timeout_seconds)
             way = TakeOverWay(
                 mode=mode, transport=args.transport, model=args.model, store=args.block_store, kv_format=info.format
             )
@@ -165,19 +196,33 @@ async def _send(args: argparse.Namespace, token_ids: list[int]) -> _Run:
         except CallFailed as failure:
             error, error_exit = str(failure), 2 if failure.status in _USER_STATUS else 1
         except PrefillError as failure:
+            if attempt is None and isinstance(failure, ConfigError):
+                raise
             error, error_exit = str(failure), 2 if isinstance(failure, ConfigError) else 1
     record = AttemptRecord(
-        label=_LABEL, request_id="", prompt_tokens=len(token_ids), sent_at_seconds=0.0, events=(), error=error
+        label=_LABEL, request_id="", prompt_tokens=len(prompt.token_ids), sent_at_seconds=0.0, events=(), error=error
     )
     if attempt is not None:
         record = attempt.record(_LABEL, error=error)
-    return _Run(record=record, outcome=outcome, keep_tokens=keep_tokens, error_exit=error_exit)
+    return prompt, _Run(record=record, outcome=outcome, keep_tokens=keep_tokens, error_exit=error_exit)
 
 
-def _probe(args: argparse.Namespace, run: _Run, taken: TakenOver, token_ids: list[int]) -> tuple[ProbeReport, Stage]:
+def _place(args: argparse.Namespace, prompt: _Prompt, info: ServerInfo, cache_scope: bytes) -> _Prompt:
+    """The prompt with its images in place of the placeholders. Raises ConfigError."""
+    if not info.vision_digest:
+        raise ConfigError(f"{args.endpoint} takes no images (its vision.mode is none); nothing was sent")
+    spec = load_model_spec(args.model)
+    token_ids, images = place_images(
+        prompt.token_ids, prompt.files, spec=spec, vision_digest=info.vision_digest, cache_scope=cache_scope
+    )
+    return _Prompt(token_ids=token_ids, images=images, files=prompt.files)
+
+
+def _probe(args: argparse.Namespace, run: _Run, taken: TakenOver, prompt: _Prompt) -> tuple[ProbeReport, Stage]:
     started = time.monotonic()
     # torch takes seconds to import; a plain request does without.
     from prefill_engine.decode_probe import join_components, load_probe
+    from prefill_engine.vision.embed_images import embed_images
     from prefill_plan.config import RecordFormat
 
     assert run.outcome is not None
@@ -189,7 +234,9 @@ def _probe(args: argparse.Namespace, run: _Run, taken: TakenOver, token_ids: lis
         window_rows=taken.ticket.window_rows,
     )
     replayed_hit = usage.cached_tokens if usage.replayed_tokens else None
-    report = probe.verify(join_components(taken.components, probe.state), token_ids, replayed_hit=replayed_hit)
+    images = embed_images(args.model, [(image.start, image.pixels) for image in prompt.images])
+    handed = join_components(taken.components, probe.state)
+    report = probe.verify(handed, prompt.token_ids, replayed_hit=replayed_hit, images=images)
     stage = Stage(
         phase="PROBE",
         start_seconds=started - run.record.sent_at_seconds,
@@ -209,8 +256,18 @@ def _check_options(args: argparse.Namespace) -> None:
         )
     if args.probe and args.model is None:
         raise ConfigError("--probe needs --model DIR, the checkpoint that the engine serves; nothing was sent")
+    if args.image and args.model is None:
+        raise ConfigError("--image needs --model DIR, whose config.json says how large images become; nothing was sent")
     if args.hit_tokens is not None and (args.hit_tokens < 0 or args.hit_tokens % BLOCK_TOKENS):
         raise ConfigError(f"--hit-tokens {args.hit_tokens}, expected a multiple of {BLOCK_TOKENS}; nothing was sent")
+
+
+def _read_images(args: argparse.Namespace) -> tuple[bytes, ...]:
+    """Raises ConfigError: unreadable file."""
+    try:
+        return tuple(path.read_bytes() for path in args.image)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read: {error.strerror}; nothing was sent") from error
 
 
 def _read_prompt(args: argparse.Namespace) -> list[int]:

@@ -17,6 +17,7 @@ from prefill_engine.front.events import (
     Completed,
     FirstToken,
     HandoffState,
+    ImageState,
     Queued,
     Stage,
     StoreState,
@@ -35,6 +36,7 @@ from prefill_engine.messages import (
     Waiting,
 )
 from prefill_engine.rpc.status import Failure
+from prefill_engine.vision_client.image_source import ImageSource
 
 # C41: our own timers fire this long before the deadline, so that the caller gets a reason instead of a bare status.
 DEADLINE_MARGIN_SECONDS = 0.1
@@ -66,6 +68,8 @@ class Attempt:
     store_done: bool = False
     ticket: Ticket | None = None
     handoff_shown: str = ""
+    image_sources: tuple[ImageSource, ...] = ()
+    """By index; emptied when it ends, since they hold pixels."""
     stages: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Phase name -> (start, end); a running phase ends at inf."""
     watchers: set[Callable[[], None]] = field(default_factory=set)
@@ -75,6 +79,15 @@ class Attempt:
     def has_started(self) -> bool:
         """A row of it has entered a step."""
         return "COMPUTE" in self.stages
+
+    @property
+    def working_since(self) -> float | None:
+        """Since when the rank has had rows of it that a step could take; None: it has none. One that has begun and waits for an
+        image is no sign of a rank that stands still."""
+        if not self.has_started or self.computed is not None:
+            return None
+        _, images_end = self.stages.get("IMAGES", (0.0, 0.0))
+        return None if images_end == math.inf else max(self.stages["COMPUTE"][0], images_end)
 
     @property
     def is_live(self) -> bool:
@@ -204,6 +217,17 @@ class Attempt:
         self.handoff_shown = ticket.state.value
         self.stages["HANDOFF"] = (now, math.inf)
         self.emit(ticket.offer(now), now=now)
+
+    def begin_images(self, *, now: float) -> None:
+        """Rows of images are asked for; once more when a hit shrinks."""
+        start, _ = self.stages.get("IMAGES", (now, now))
+        self.stages["IMAGES"] = (start, math.inf)
+
+    def image_ready(self, index: int, *, rows: int, took_seconds: float, is_last: bool, now: float) -> None:
+        """The rank was told where the rows of an image are. is_last: no other is waited for."""
+        self.emit(ImageState(index=index, ready=True, rows=rows, took_seconds=took_seconds), now=now)
+        if is_last:
+            self._close_stage("IMAGES", now)
 
     def timeline(self, *, now: float) -> tuple[Stage, ...]:
         """Its phases in order of their start."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from prefill_engine.handoff_pieces import PushRegion
 from prefill_engine.messages import ImageItem, Sampling, Submit
+from prefill_engine.vision_client.image_source import ImageSource
 
 PRIORITY_NAMES = ("interactive", "standard", "sheddable")
 
@@ -32,7 +33,8 @@ class PrefillCall:
     tokens: int32 little-endian; emptied once the rank has them. offered_hit: None without a HitPlan. store: "best_effort",
     "required" or "skip". handoff: False = no ticket (HandoffPlan NONE). mode: "pull", "push" or "store_only".
     push: with mode "push". ticket_ttl_seconds, ttft_target_seconds, max_queue_wait_seconds, max_compute_rows, step_cap_ms: None =
-    not asked for. digest: of all that makes the content (C45).
+    not asked for. digest: of all that makes the content (C45). sources: of the images' rows, by index; the front's alone, and no
+    part of the content; emptied as tokens are.
     """
 
     request_id: str
@@ -59,6 +61,7 @@ class PrefillCall:
     wants_timeline: bool
     mode: str = "pull"
     push: PushPlan | None = None
+    sources: tuple[ImageSource, ...] = ()
 
     def submit_message(self, *, arrival_ns: int) -> Submit:
         """What the rank is told. arrival_ns: CLOCK_MONOTONIC."""

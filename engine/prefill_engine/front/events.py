@@ -27,6 +27,16 @@ class Queued:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageState:
+    """An image of the request: its rows are where the model reads them. took_seconds: since it was asked for."""
+
+    index: int
+    ready: bool
+    rows: int
+    took_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwapIn:
     """hit_shrunk_to: new effective hit if blocks were bad, else 0."""
 
@@ -116,7 +126,18 @@ class Completed:
     store: StoreState
 
 
-Body = Accepted | Queued | SwapIn | ChunkDone | FirstToken | TicketOffer | StoreState | HandoffState | Completed
+Body = (
+    Accepted
+    | Queued
+    | ImageState
+    | SwapIn
+    | ChunkDone
+    | FirstToken
+    | TicketOffer
+    | StoreState
+    | HandoffState
+    | Completed
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

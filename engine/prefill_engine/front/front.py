@@ -16,7 +16,9 @@ from prefill_engine.front.rank_process import RankProcess
 from prefill_engine.front.served_model import ServedModel
 from prefill_engine.front.sink_calls import SinkCaller
 from prefill_engine.front.telemetry import Telemetry
-from prefill_engine.messages import Beat, FromRank, Progress, RankFailed, RankLoad, RankReady, Stop
+from prefill_engine.front.vision_side import VisionSide
+from prefill_engine.image_messages import ImageRowsDone, ImagesWanted
+from prefill_engine.messages import Beat, FromRank, Progress, RankFailed, RankLoad, RankReady, Released, Stop
 from prefill_engine.rpc.status import refuse
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,8 @@ STOP_SECONDS = 15.0  # k8s.md 4.7 gives the engine 20 s after the drain
 class Front:
     """build_served: makes the served model from the ranks' reports and our endpoint. clock: monotonic seconds.
 
-    endpoint: host:port that peers reach us by; set before ranks start. ready: all ranks are. stopping: a signal asked us to end.
+    vision: None = this engine takes no images. endpoint: host:port that peers reach us by; set before ranks start. ready: all
+    ranks are. stopping: a signal asked us to end.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Front:
         build_served: Callable[[Sequence[RankReady], str], ServedModel],
         sink_caller: SinkCaller,
         clock: Callable[[], float],
+        vision: VisionSide | None = None,
     ) -> None:
         self.lanes = lanes
         self.lifecycle = lifecycle
@@ -50,6 +54,7 @@ class Front:
         self.telemetry = telemetry
         self.sink_caller = sink_caller
         self.clock = clock
+        self.vision = vision
         self.endpoint = ""
         self.ready = asyncio.Event()
         self.stopping = asyncio.Event()
@@ -83,8 +88,8 @@ class Front:
         """Load and state of this moment."""
         working: dict[int, float] = {}
         for attempt in self.lifecycle.attempts.live():
-            if attempt.has_started and attempt.computed is None:
-                since = attempt.stages["COMPUTE"][0]
+            since = attempt.working_since
+            if since is not None:
                 working[attempt.rank] = min(working.get(attempt.rank, since), since)
         tickets: dict[int, int] = {}
         for ticket in self.lifecycle.tickets.open_tickets():
@@ -115,8 +120,13 @@ class Front:
                 logger.error(
                     "rank failed", extra={"dp_rank": message.rank, "exit": message.exit_code, "detail": message.detail}
                 )
+            case ImagesWanted() | ImageRowsDone():
+                if self.vision is not None:
+                    self.vision.receive(message)
             case _:
                 self.lifecycle.apply(message)
+                if isinstance(message, Released) and self.vision is not None:
+                    self.vision.released(message.attempt_id)
 
     async def run(self) -> None:
         """Serves the lanes and the timers; ends only by cancellation or an error."""
@@ -168,6 +178,8 @@ class Front:
             wait = min(self.board.wait_seconds(rank) for rank in self.lanes)
             grants = self.lifecycle.grants.num_open
             self.telemetry.refresh(self.view(), rows_waiting=rows, wait_seconds=wait, grants_open=grants)
+            if self.vision is not None:
+                self.telemetry.vision(num_encoders=self.vision.num_encoders, used_bytes=self.vision.used_bytes)
             await asyncio.sleep(REFRESH_SECONDS)
 
     async def _all_reported(self, processes: Sequence[RankProcess]) -> None:
@@ -186,6 +198,8 @@ class Front:
             ranks = [self.board.ready[rank] for rank in sorted(self.board.ready)]
             self._served = self._build_served(ranks, self.endpoint)
             self._phase = "serve"
+            if self.vision is not None:
+                self.vision.start(self._served)
             self.telemetry.engine_ready(self._served)
             self.ready.set()
 

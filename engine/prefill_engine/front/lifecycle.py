@@ -107,7 +107,8 @@ class Lifecycle:
         if refusal is not None:
             raise ServingFailure(refusal)
         attempt = Attempt(
-            call=dataclasses.replace(call, tokens=b""),
+            call=dataclasses.replace(call, tokens=b"", sources=()),
+            image_sources=call.sources,
             rank=queue.rank,
             arrival=now,
             deadline=deadline,
@@ -166,6 +167,11 @@ class Lifecycle:
             return "TOO_LATE_TICKET_CLAIMED"
         self._stop(attempt, attempt.failure("CALLER_CANCELLED", "cancelled by its caller"))
         return "CANCELLED"
+
+    def fail(self, attempt: Attempt, failure: Failure) -> None:
+        """Ends a living attempt for a reason that its rank does not know, as an image that can't be had."""
+        if attempt.is_live:
+            self._stop(attempt, failure)
 
     def stream_lost(self, attempt: Attempt) -> None:
         """A stream of the attempt broke. The last one before a claim cancels it; after a claim it changes nothing (C41)."""

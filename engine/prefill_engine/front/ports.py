@@ -19,13 +19,13 @@ from prefill_engine.front.handoff import HandoffSourceService
 from prefill_engine.front.health import is_live, is_serving
 from prefill_engine.front.service import PrefillEngineService
 from prefill_engine.rpc import handoff_pb2, handoff_pb2_grpc, prefill_pb2, prefill_pb2_grpc
-from prefill_plan.config import EngineConfig
+from prefill_plan.config import EngineConfig, ServerConfig
 from prefill_plan.errors import ConfigError
 
 ENGINE_SERVICE: str = prefill_pb2.DESCRIPTOR.services_by_name["PrefillEngine"].full_name
 HANDOFF_SERVICE: str = handoff_pb2.DESCRIPTOR.services_by_name["HandoffSource"].full_name
 _STOP_GRACE_SECONDS = 1.0
-_NO_PORT = -1
+NO_PORT = -1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +59,7 @@ async def open_ports(front: Front, config: EngineConfig, *, registry: CollectorR
         ConfigError: a port cannot be bound.
     """
     server_config = config.server
-    server = grpc.aio.server(interceptors=[Guard()], options=_server_options(server_config.max_message_bytes))
+    server = grpc.aio.server(interceptors=[Guard()], options=server_options(server_config.max_message_bytes))
     engine_service = PrefillEngineService(front, drain_seconds=server_config.drain_seconds)
     prefill_pb2_grpc.add_PrefillEngineServicer_to_server(engine_service, server)  # type: ignore[no-untyped-call]
     handoff_service = HandoffSourceService(
@@ -71,22 +71,15 @@ async def open_ports(front: Front, config: EngineConfig, *, registry: CollectorR
     names = (ENGINE_SERVICE, HANDOFF_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     servers = [server]
-    port = _bind(server, server_config.host, server_config.port, "server.port")
-    probe_port = _NO_PORT
-    if server_config.probe_port != _NO_PORT:
-        probe = grpc.aio.server(options=_server_options(server_config.max_message_bytes))
+    port = bind_port(server, server_config.host, server_config.port, "server.port")
+    probe_port = NO_PORT
+    if server_config.probe_port != NO_PORT:
+        probe = grpc.aio.server(options=server_options(server_config.max_message_bytes))
         health_pb2_grpc.add_HealthServicer_to_server(health_service, probe)
-        probe_port = _bind(probe, server_config.host, server_config.probe_port, "server.probe_port")
+        probe_port = bind_port(probe, server_config.host, server_config.probe_port, "server.probe_port")
         servers.append(probe)
-    metrics_server = None
-    metrics_port = _NO_PORT
-    if server_config.metrics_port != _NO_PORT:
-        try:
-            metrics_server = start_http_server(server_config.metrics_port, addr=server_config.host, registry=registry)
-        except OSError as error:
-            where = f"server.metrics_port {server_config.metrics_port} on {server_config.host}"
-            raise ConfigError(f"{where} cannot be bound: {error.strerror}") from error
-        metrics_port = metrics_server[0].server_port
+    metrics_server = open_metrics(server_config, registry)
+    metrics_port = NO_PORT if metrics_server is None else metrics_server[0].server_port
     for one in servers:
         await one.start()
     publisher = asyncio.create_task(publish_health(front, health_service))
@@ -111,7 +104,19 @@ async def publish_health(front: Front, service: Any) -> None:
         await asyncio.sleep(REFRESH_SECONDS)
 
 
-def _server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def open_metrics(config: ServerConfig, registry: CollectorRegistry) -> tuple[WSGIServer, threading.Thread] | None:
+    """The Prometheus listener; None if it is turned off. Raises ConfigError: the port cannot be bound."""
+    if config.metrics_port == NO_PORT:
+        return None
+    try:
+        return start_http_server(config.metrics_port, addr=config.host, registry=registry)
+    except OSError as error:
+        where = f"server.metrics_port {config.metrics_port} on {config.host}"
+        raise ConfigError(f"{where} cannot be bound: {error.strerror}") from error
+
+
+def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Limits and keepalive of every gRPC server of ours."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
@@ -123,7 +128,8 @@ def _server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int, key: str) -> int:
+def bind_port(server: grpc.aio.Server, host: str, port: int, key: str) -> int:
+    """The bound port. Raises ConfigError, naming the setting `key`."""
     try:
         bound = server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:

@@ -16,6 +16,7 @@ from prefill_plan.block_keys import chain_root
 from prefill_plan.config import EngineConfig, RecordFormat
 from prefill_plan.errors import PeerError
 from prefill_plan.kv_layout import REQUEST_ROW_BYTES, BlockLayout, StateLayout, block_layout, state_layout
+from prefill_plan.model_parts import VisionSpec
 from prefill_plan.model_spec import ModelSpec, Part
 
 PROTOCOL_MIN = 1
@@ -83,7 +84,7 @@ class ServedModel:
 
     kv_tokens: Block KV of the smallest rank. store_kind: "memory" = no other process can read the store. data_transport: what the
     ranks' data ports speak, "" = they have none; data_endpoints: host:port by rank. make_root: cache scope -> root of the block
-    key chain.
+    key chain. vision_digest: of the tower whose rows this engine takes, b"" = it takes no images. vision: its geometry.
     """
 
     identity: EngineIdentity
@@ -106,6 +107,9 @@ class ServedModel:
     data_transport: str
     data_endpoints: tuple[str, ...]
     make_root: Callable[[bytes], bytes]
+    hidden_size: int = 0
+    vision_digest: bytes = b""
+    vision: VisionSpec | None = None
 
 
 def build_served_model(
@@ -122,6 +126,8 @@ def build_served_model(
     for ready in ranks:
         mine = (ready.weights_digest, ready.tokenizer_digest, ready.layout_digest, ready.numerics_class)
         theirs = (first.weights_digest, first.tokenizer_digest, blocks.digest(), first.numerics_class)
+        if ready.vision_digest != first.vision_digest:
+            raise PeerError(f"rank {ready.rank} has another vision tower than rank {first.rank}")
         if mine != theirs:
             raise PeerError(
                 f"rank {ready.rank} reports weights {mine[0].hex()[:16]}, tokenizer {mine[1].hex()[:16]}, layout "
@@ -159,6 +165,9 @@ def build_served_model(
         data_transport=first.data_transport,
         data_endpoints=tuple(f"{identity.endpoint.rpartition(':')[0]}:{ready.data_port}" for ready in ranks),
         make_root=make_root,
+        hidden_size=spec.hidden_size,
+        vision_digest=first.vision_digest,
+        vision=spec.vision,
     )
 
 

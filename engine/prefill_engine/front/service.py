@@ -36,7 +36,12 @@ class PrefillEngineService(prefill_pb2_grpc.PrefillEngineServicer):
             call = parse_call(request, self._front.served)
             remaining = context.time_remaining()
             deadline = math.inf if remaining is None else self._front.clock() + remaining
+            vision = self._front.vision
+            if vision is not None:
+                vision.check_room(call)
             attempt, joined = self._front.lifecycle.submit(call, deadline=deadline)
+            if vision is not None and not joined:
+                vision.open(attempt)
         except ServingFailure as error:
             await abort_with(context, error.failure)
         async for message in self._relay(attempt, attempt.log.join(after_seq=0), context, joined=joined):

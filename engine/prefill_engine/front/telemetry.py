@@ -20,7 +20,14 @@ from prefill_engine.rpc.status import Failure
 
 logger = logging.getLogger(__name__)
 
-_STAGE_LABELS = {"QUEUE": "queue", "SWAP_IN": "swap_in", "COMPUTE": "compute", "STORE": "store", "HANDOFF": "handoff"}
+_STAGE_LABELS = {
+    "QUEUE": "queue",
+    "IMAGES": "images",
+    "SWAP_IN": "swap_in",
+    "COMPUTE": "compute",
+    "STORE": "store",
+    "HANDOFF": "handoff",
+}
 _LOAD_STAGE = "load"
 _REPLAY_REASONS = {"peer": "pull", "local": "lost"}
 """Resolved.swa_source of a prompt that was replayed after all -> label; "none": there was no snapshot to begin with."""
@@ -90,6 +97,16 @@ class Telemetry:
             metrics.kv_transfer_failures.labels("out", ticket.state.value.lower()).inc()
         if ticket.state is TicketState.EXPIRED:
             metrics.ticket_expired.inc()
+
+    def image_ended(self, outcome: str, *, seconds: float) -> None:
+        """An image's rows are here ("ok"), or its attempt failed for this reason."""
+        self._metrics.images.labels(outcome).inc()
+        if outcome == "ok":
+            self._metrics.image_seconds.observe(seconds)
+
+    def vision(self, *, num_encoders: int, used_bytes: int) -> None:
+        self._metrics.encoders_usable.set(num_encoders)
+        self._metrics.image_rows_bytes.set(used_bytes)
 
     def bytes_sent(self, component: str, num_bytes: int) -> None:
         self._metrics.kv_transfer_bytes.labels("out", component).inc(num_bytes)

@@ -5,12 +5,13 @@ RUNNING may begin while the later layer groups of the hit still come in; a step 
 to LOADING. Any phase may end early: `ended` is set (cancel, failure) and the record goes as soon as no I/O names its slots.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
 
+from prefill_engine.batch import SpanEmbeddings
 from prefill_engine.messages import Submit
 from prefill_engine.swa_pool import SwaSnapshot
 from prefill_plan.block_keys import BlockKey
@@ -48,6 +49,11 @@ class Attempt:
     """Position of the snapshot that the source said it holds, until it is here or lost; 0 = none."""
     snapshot_due: float = 0.0
     """CLOCK_MONOTONIC seconds until which its first step waits for a snapshot from a peer; 0 = it waits for none."""
+    images_wanted: dict[int, int] = field(default_factory=dict)
+    """Images whose rows the front was asked for -> the round of the asking (image_messages.py)."""
+    images_round: int = 0
+    embeddings: dict[int, SpanEmbeddings] = field(default_factory=dict)
+    """Rows of images that are here and not all computed."""
     block_slots: tuple[int, ...] = ()
     """Slots of blocks 0..ceil(L/128)-1, each referenced once, from admission on."""
     state_slot: int = -1
@@ -110,6 +116,14 @@ class Attempt:
     def rows_computed(self) -> int:
         """Rows done so far, replayed ones included."""
         return 0 if self.positions is None else self.next_row - self.positions.compute_start
+
+    @property
+    def runnable_end(self) -> int:
+        """Rows below it can be computed: an image whose rows are not here ends them at its start (serving.md 4.6)."""
+        for index, span in enumerate(self.spans):
+            if span.end > self.next_row and index not in self.embeddings:
+                return max(span.start, self.next_row)
+        return self.prompt_tokens
 
     def is_held_back(self, now: float) -> bool:
         """Whether it had better not begin yet: a snapshot may still come that spares the replay it is planned with."""

@@ -9,6 +9,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 
+from prefill_engine.image_messages import ImageRows
 from prefill_engine.messages import (
     AttemptFailed,
     Cancel,
@@ -37,14 +38,14 @@ from prefill_engine.rank.block_source import (
     SourceFailed,
     WriteDone,
 )
+from prefill_engine.rank.image_rows import RankImages
 from prefill_engine.rank.kv_keeper import KvKeeper
 from prefill_engine.rank.model_runner import ModelDigests
 from prefill_engine.rank.planner import RankPlanner
 from prefill_engine.rank.push_sender import PushSender
 from prefill_plan.block_keys import BlockKey, ImageDigest, block_keys, chain_root
-from prefill_plan.errors import CapacityError
+from prefill_plan.errors import CapacityError, RequestError
 from prefill_plan.kv_layout import BLOCK_TOKENS
-from prefill_plan.positions import embedding_spans
 
 logger = logging.getLogger(__name__)
 
@@ -59,19 +60,19 @@ class RankEngine:
         planner: RankPlanner,
         source: BlockSource,
         pushes: PushSender,
+        images: RankImages,
         digests: ModelDigests,
-        window_tokens: int,
         num_sources: int,
         send: Callable[[FromRank], None],
     ) -> None:
         self.attempts: dict[bytes, Attempt] = {}
+        self.images = images
         self.stop_asked = False
         self._kv = kv
         self._planner = planner
         self._source = source
         self._pushes = pushes
         self._digests = digests
-        self._window_tokens = window_tokens
         self._num_sources = num_sources
         self._send = send
 
@@ -85,6 +86,9 @@ class RankEngine:
                 self._cancel(attempt_id)
             case Release(attempt_id=attempt_id):
                 self._release(attempt_id)
+            case ImageRows(attempt_id=attempt_id):
+                if attempt_id in self.attempts:
+                    self.images.take(self.attempts[attempt_id], message)
             case Stop():
                 self.stop_asked = True
 
@@ -166,6 +170,7 @@ class RankEngine:
                     self._finish_loading(attempt, completion)
             case SnapshotDone(snapshot=snapshot) if not attempt.ended:
                 self._kv.take_snapshot_in(attempt, snapshot)
+                self._have_images(attempt, self.images.want)
             case GroupLoaded() if not attempt.ended:
                 self._go_on_loading(attempt, completion)
 
@@ -216,6 +221,7 @@ class RankEngine:
                 at_ns=now_ns,
             )
         )
+        self._have_images(attempt, self.images.want)
 
     def _refuse(self, attempt: Attempt) -> bool:
         """Ends an attempt that cannot be computed as resolved; True = ended."""
@@ -229,20 +235,17 @@ class RankEngine:
         if refusal is not None:
             self.refuse(attempt, refusal)
             return True
-        needed = embedding_spans(
-            attempt.spans,
-            hit=plan.hit_tokens,
-            window_tokens=self._window_tokens,
-            snapshot_held=plan.replay_tokens == 0,
-        )
-        if needed:
-            text = (
-                f"{len(needed)} images reach into the rows to compute (the first at token {needed[0].start}, hit "
-                f"{plan.hit_tokens}), and this engine has no vision encoder"
-            )
-            self.fail(attempt, reason="IMAGE_REJECTED", retry="OTHER_PE", phase="IMAGES", message=text)
-            return True
-        return False
+        return not self._have_images(attempt, self.images.check)
+
+    def _have_images(self, attempt: Attempt, ask: Callable[[Attempt], None]) -> bool:
+        """Whether the images that the plan needs can be had; False = one can't, and the attempt has ended. ask: of RankImages."""
+        try:
+            ask(attempt)
+        except RequestError as error:
+            retry = str(error.details["retry"])
+            self.fail(attempt, reason=error.reason, retry=retry, phase="IMAGES", message=error.message)
+            return False
+        return True
 
     def _finish_loading(self, attempt: Attempt, done: LoadDone) -> None:
         try:
@@ -252,7 +255,10 @@ class RankEngine:
             return
         if done.num_bytes or shrunk:
             self._report_swap_in(attempt, self._num_sources, done, shrunk_to=attempt.plan.hit_tokens if shrunk else -1)
-        if not (shrunk and self._refuse(attempt)):
+        if shrunk and self._refuse(attempt):
+            return
+        # A snapshot that was lost on the way means a replay, which may meet an image that nobody has asked for.
+        if self._have_images(attempt, self.images.want):
             self._start_running(attempt)
 
     def _go_on_loading(self, attempt: Attempt, done: GroupLoaded) -> None:

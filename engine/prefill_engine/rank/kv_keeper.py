@@ -45,7 +45,9 @@ class KvKeeper:
         pushes: PushSender,
         state_layout: StateLayout,
         keep_tokens: int,
+        has_encoder: bool = False,
     ) -> None:
+        """has_encoder: rows of images can be had, so a replay may meet one (C3)."""
         self.blocks = blocks
         self.states = states
         self._cache = cache
@@ -54,6 +56,7 @@ class KvKeeper:
         self._pushes = pushes
         self._state_layout = state_layout
         self._keep_tokens = keep_tokens
+        self._has_encoder = has_encoder
 
     @property
     def capacity_blocks(self) -> int:
@@ -106,7 +109,7 @@ class KvKeeper:
             window_tokens=self._state_layout.window_tokens,
             snapshot_held=lambda hit: hit == attempt.promised_snapshot or self._find_snapshot(attempt, hit) is not None,
             spans=attempt.spans,
-            embeddings_available=False,
+            embeddings_available=self._has_encoder,
         )
         attempt.positions = positions
         attempt.next_row = positions.compute_start

@@ -41,8 +41,8 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDigests:
-    """32 bytes each; roots of the block keys (kv.md 2.2). vision: of the checkpoint's tower, b"" without vision; not a root, since
-    every image's content key has it."""
+    """32 bytes each; roots of the block keys (kv.md 2.2). vision: of the checkpoint's tower, b"" without vision; not a root,
+    since every image's content key has it."""
 
     weights: bytes
     tokenizer: bytes

@@ -124,7 +124,7 @@ class RankPlanner:
             weight=submit.weight,
             arrival_seconds=attempt.arrival_seconds,
             next_row=attempt.next_row,
-            runnable_end=plan.prompt_tokens,
+            runnable_end=attempt.runnable_end,
             prompt_tokens=plan.prompt_tokens,
             hit_tokens=plan.hit_tokens,
             compute_start=plan.compute_start,

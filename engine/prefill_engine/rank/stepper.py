@@ -53,7 +53,9 @@ class Stepper:
         )
         rows = {
             attempt.attempt_id: AttemptRows(
-                token_ids=attempt.token_ids, is_image=attempt.is_image if attempt.spans else None
+                token_ids=attempt.token_ids,
+                is_image=attempt.is_image if attempt.spans else None,
+                embeddings=tuple(attempt.embeddings.values()),
             )
             for attempt in attempts
         }
@@ -91,6 +93,7 @@ class Stepper:
         if attempt.rows_computed == 0:
             self._kv.finish_first_chunk(attempt)
         attempt.next_row = chunk.end
+        self._engine.images.drop_computed(attempt)
         self._publish(attempt, end_block=chunk.end // BLOCK_TOKENS)
         self._send(
             ChunkFinished(

@@ -12,6 +12,7 @@ from prefill_engine.front.events import (
     Event,
     FirstToken,
     HandoffState,
+    ImageState,
     Queued,
     Stage,
     StoreState,
@@ -126,6 +127,7 @@ def server_info_message(served: ServedModel) -> prefill_pb2.ServerInfo:
             model_id=served.model_id,
             weights_digest=served.weights_digest,
             tokenizer_digest=served.tokenizer_digest,
+            vision_digest=served.vision_digest,
         ),
         formats=[format_message(served.format)],
         epoch=served.identity.epoch,
@@ -137,7 +139,7 @@ def server_info_message(served: ServedModel) -> prefill_pb2.ServerInfo:
         max_context=served.max_context_tokens,
         handoff_modes=served_modes(served),
         transports=[served.data_transport, TRANSPORT] if served.data_transport else [TRANSPORT],
-        features=["attach", "estimate", "cancel_wait_drained"],
+        features=["attach", "estimate", "cancel_wait_drained", *(["images"] if served.vision_digest else [])],
         layout_digest=served.layout_digest,
         numerics_class=served.numerics_class,
         keep_tokens=served.keep_tokens,
@@ -176,6 +178,12 @@ def _fill_progress(message: prefill_pb2.PrefillEvent, body: Body) -> None:
                     ahead_requests=body.ahead_requests,
                     ahead_rows=body.ahead_rows,
                     waiting_for="PHASE_" + body.waiting_for,
+                )
+            )
+        case ImageState():
+            message.image.CopyFrom(
+                prefill_pb2.ImageState(
+                    index=body.index, ready=body.ready, rows=body.rows, took=to_duration(body.took_seconds)
                 )
             )
         case SwapIn():

@@ -13,7 +13,7 @@ from grpc_tools import protoc
 from prefill_plan.errors import PrefillError
 
 SOURCE_ROOT = Path(__file__).parents[2]
-PROTOS = ("common", "prefill", "handoff", "kv", "directory")
+PROTOS = ("common", "prefill", "handoff", "kv", "directory", "vision")
 _OUTPUTS = ("--python_out", "--pyi_out", "--grpc_python_out")
 _SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 

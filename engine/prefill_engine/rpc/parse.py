@@ -17,11 +17,11 @@ from prefill_engine.front.served_model import PROTOCOL_MIN, ServedModel
 from prefill_engine.messages import ImageItem, Sampling
 from prefill_engine.rpc import common_pb2, prefill_pb2
 from prefill_engine.rpc.parse_handoff import parse_handoff, plan_digest_parts
+from prefill_engine.rpc.parse_images import parse_images
 from prefill_engine.rpc.status import refuse
 from prefill_plan.block_keys import ImageDigest, block_keys
 
 ATTEMPT_ID_BYTES = 16
-_KEY_BYTES = 32
 _MAX_TOP_LOGPROBS = 20
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _STORE = {0: "best_effort", 1: "best_effort", 2: "required", 3: "skip"}
@@ -38,7 +38,7 @@ def parse_call(request: prefill_pb2.PrefillRequest, served: ServedModel) -> Pref
     _check_key(request.key)
     check_model(request.model, served, has_images=bool(request.images))
     tokens = _parse_tokens(request, served)
-    images = _parse_images(request, tokens, served)
+    images, sources = parse_images(request.images, tokens, served)
     offered_hit = _parse_hit(request, tokens, images, served)
     handoff = parse_handoff(request, served)
     if request.store.durability not in _STORE:
@@ -53,6 +53,7 @@ def parse_call(request: prefill_pb2.PrefillRequest, served: ServedModel) -> Pref
         tokens=tokens.tobytes(),
         num_tokens=len(tokens),
         images=images,
+        sources=sources,
         cache_scope=tenant.cache_scope,
         priority=tenant.priority if tenant.priority in (1, 2, 3) else common_pb2.PRIORITY_CLASS_STANDARD,
         fairness_key=tenant.fairness_key or tenant.tenant,
@@ -84,8 +85,11 @@ def check_model(model: common_pb2.ModelBinding, served: ServedModel, *, has_imag
     for name, asked, ours in pairs:
         if asked and asked != ours:
             refuse("MODEL_MISMATCH", f"{name} {_show(asked)}, this engine serves {_show(ours)}")
-    if model.vision_digest and has_images:
-        refuse("MODEL_MISMATCH", "vision_digest is set, this engine has no vision tower to compare it with")
+    if model.vision_digest and has_images and model.vision_digest != served.vision_digest:
+        if not served.vision_digest:
+            refuse("MODEL_MISMATCH", "vision_digest is set, this engine has no vision tower to compare it with")
+        text = f"vision_digest {_show(model.vision_digest)}, this engine serves {_show(served.vision_digest)}"
+        refuse("MODEL_MISMATCH", text)
 
 
 def _check_key(key: common_pb2.AttemptKey) -> None:
@@ -118,30 +122,6 @@ def _parse_tokens(request: prefill_pb2.PrefillRequest, served: ServedModel) -> "
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens
-
-
-def _parse_images(
-    request: prefill_pb2.PrefillRequest, tokens: "array.array[int]", served: ServedModel
-) -> tuple[ImageItem, ...]:
-    items = []
-    end = 0
-    for number, span in enumerate(request.images):
-        if len(span.content_key) != _KEY_BYTES:
-            text = f"image {number}: content_key has {len(span.content_key)} bytes, expected {_KEY_BYTES}"
-            refuse("IMAGE_REJECTED", text, image_index=number)
-        if span.length < 1 or span.start + span.length > len(tokens):
-            text = f"image {number}: span [{span.start}, {span.start + span.length}) outside the {len(tokens)} tokens"
-            refuse("IMAGE_TOKEN_MISMATCH", text, image_index=number)
-        if span.start < end:
-            text = f"image {number}: starts at {span.start} before the one ahead ends at {end}; sorted, disjoint spans expected"
-            refuse("IMAGE_TOKEN_MISMATCH", text, image_index=number)
-        end = span.start + span.length
-        wrong = next((i for i in range(span.start, end) if tokens[i] != served.image_token_id), None)
-        if wrong is not None:
-            text = f"image {number}: position {wrong} does not carry the image token {served.image_token_id}"
-            refuse("IMAGE_TOKEN_MISMATCH", text, image_index=number)
-        items.append(ImageItem(start=span.start, length=span.length, content_key=span.content_key))
-    return tuple(items)
 
 
 def _parse_hit(

@@ -114,8 +114,8 @@ def refuse(reason: str, message: str, *, image_index: int = -1) -> NoReturn:
     raise ServingFailure(Failure(reason=reason, public_message=message, image_index=image_index))
 
 
-def encode_failure(failure: Failure) -> bytes:
-    """google.rpc.Status bytes of the grpc-status-details-bin trailer, below 2 KiB."""
+def serving_error(failure: Failure) -> common_pb2.ServingError:
+    """The detail, its texts cut; by itself for failures that travel inside a message."""
     detail = common_pb2.ServingError(
         reason=failure.reason,
         retry="RETRY_SCOPE_" + failure.retry_scope,
@@ -127,6 +127,12 @@ def encode_failure(failure: Failure) -> bytes:
     )
     if failure.retry_after_seconds > 0:
         detail.retry_after.FromNanoseconds(round(failure.retry_after_seconds * 1e9))
+    return detail
+
+
+def encode_failure(failure: Failure) -> bytes:
+    """google.rpc.Status bytes of the grpc-status-details-bin trailer, below 2 KiB."""
+    detail = serving_error(failure)
     packed = any_pb2.Any()
     packed.Pack(detail)
     # The message travels once, in the detail: repeating it here could pass the 2 KiB.

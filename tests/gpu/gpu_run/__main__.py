@@ -12,6 +12,7 @@ from gpu_run.sections import Bench, calibrate, check_ops, run_part, time_ops
 from gpu_run.steps import build_model, fit_steps, time_steps
 from gpu_run.stopwatch import Stopwatch
 from gpu_run.tiny_model_check import check_tiny_model
+from gpu_run.vision_sweep import sweep_vision
 
 from prefill_kernels.gpu.chip import Chip
 from prefill_kernels.gpu.triton_ops import triton_ops
@@ -57,6 +58,7 @@ def run(log: RunLog, device: torch.device, *, is_dry: bool) -> None:
     run_part(bench, "correctness", 60, lambda: check_ops(bench))
     if not is_dry:
         run_part(bench, "tiny model", 40, lambda: check_tiny_model(bench))
+        run_part(bench, "vision", 60, lambda: sweep_vision(bench))
     if not is_dry:
         run_part(bench, "kernels at 32k", 60, lambda: time_ops(bench, 32768))
     run_part(bench, "steps", 90, lambda: _steps(bench))

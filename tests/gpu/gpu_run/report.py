@@ -2,6 +2,7 @@
 
 import json
 import platform
+import statistics
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,6 +67,21 @@ def report_text(about: dict[str, str], results: dict[str, Any], skipped: list[st
         lines.append(f"| {row['rows']} | {'yes' if row['replay'] else 'no'} | {spread} | {show(row['tokens_per_s'])} |")
     fit = results.get("fit", {})
     lines += ["", f"step = {show(fit.get('a_ms'))} ms + {show(fit.get('b_us_per_token'))} us x tokens"]
+    if "vision" in results:
+        lines += _vision_lines(results["vision"])
     lines += ["", "Skipped: " + ("; ".join(skipped) if skipped else "nothing")]
     lines += [f"Failed: {name[:-7]}: {value}" for name, value in results.items() if name.endswith(" failed")]
     return "\n".join(lines) + "\n"
+
+
+def _vision_lines(vision: dict[str, Any]) -> list[str]:
+    lines = ["", "| image | patches | images at once | ms (least to most) | patches/s | peak MB |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
+    for point in vision["points"]:
+        case, peak = point["case"], point["peak_bytes"]
+        spread = f"{show(statistics.median(point['ms']))} ({show(min(point['ms']))} to {show(max(point['ms']))})"
+        cells = (f"{case['width']}x{case['height']}", case["patches"], case["images"], spread)
+        megabytes = show(None if peak is None else peak / 1e6)
+        lines.append(f"| {' | '.join(map(str, cells))} | {show(point['patches_per_s'])} | {megabytes} |")
+    fit = vision["fit"]
+    return [*lines, "", f"tower = {show(fit['a_ms'])} ms + {show(fit['b_ms'] * 1e3)} us x patches"]
