@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 0.25
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# The largest image is warmed up on a GPU, so that memory fails at start (serving.md 4.2); on CPUs that may take minutes.
-_GPU_WARMUP_SIZES = ((1, 1), (8192, 8192))
+# The image with the most patches is warmed up on a GPU, so that memory fails at start (serving.md 4.2); on a CPU it takes long.
+_GPU_WARMUP_SIZES = ((1, 1), (42882, 42))
 _CPU_WARMUP_SIZES = ((1, 1),)
 
 
