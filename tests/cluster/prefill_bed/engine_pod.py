@@ -1,5 +1,6 @@
 """An engine as a bare pod, without the operator, shaped like those it makes: light image, packages of the host."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -19,7 +20,8 @@ SITE_PACKAGES = ROOT / ".venv" / "lib" / f"python3.{sys.version_info.minor}" / "
 
 def tiny_checkpoint(cache: Path) -> Path:
     """A random checkpoint of the tiny preset; the same bytes each time."""
-    out = cache / "checkpoint-tiny"
+    preset = ROOT / "engine" / "prefill_engine" / "data" / "tiny.json"
+    out = cache / f"checkpoint-tiny-{hashlib.sha256(preset.read_bytes()).hexdigest()[:8]}"
     if not (out / "config.json").exists():
         run_engine("make-checkpoint", "--out", str(out), "--preset", "tiny", "--force")
     return out
