@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 
 from prefill_engine.kvd.kvd_metrics import KvdMetrics
 from prefill_engine.metrics import Metrics
+from prefill_engine.vision.ve_metrics import VeMetrics
 from prefill_operator.names import ConditionType
 from prefill_operator.operator_metrics import OperatorMetrics
 from prefill_operator.pool_metrics import PoolMetrics
@@ -28,7 +29,6 @@ NOT_EXPORTED_YET = {
     "pe_pages_quarantined",
     "lb_prediction_error_seconds_bucket",
     "lb_breaker_state",
-    "ve_worker_restarts_total",
 }
 
 
@@ -58,10 +58,12 @@ def dashboard_queries() -> Iterator[tuple[str, str]]:
 
 
 def exported_metrics() -> set[str]:
-    """Series of the engine, its sidecar, of the operator, and of our own recording rules."""
+    """Series of the engine, its sidecar, the vision encoder, the operator, and of our own recording rules."""
     operator = OperatorMetrics().registry
     PoolMetrics(operator)
-    families = (*operator.collect(), *pod_families())
+    encoder = CollectorRegistry()
+    VeMetrics(encoder)
+    families = (*operator.collect(), *pod_families(), *encoder.collect())
     names = {f"{family.name}{suffix}" for family in families for suffix in _SUFFIXES[family.type]}
     return names | {rule["record"] for rule in rules() if "record" in rule}
 
