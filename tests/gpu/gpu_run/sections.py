@@ -17,7 +17,7 @@ from prefill_kernels.ops import Ops
 from prefill_testing.shapes import RELEASED, OpShapes
 
 SEED = 20261130
-_RELATIVE_L2 = 1e-2
+RELATIVE_L2 = 1e-2
 """Of an op's output against `ref` in bf16: other summation order, one or two roundings (one alone: 4e-3 in numeric.py)."""
 _EQUAL_SHARE = 0.999
 """Of integer outputs (selected entries, experts): a score that rounds the other way moves a few."""
@@ -135,8 +135,8 @@ def compare(actual: Sequence[Tensor], expected: Sequence[Tensor], *, exact: bool
             continue
         norm = torch.linalg.vector_norm(want.double()).clamp_min(1e-30)
         error = float(torch.linalg.vector_norm(got.double() - want.double()) / norm)
-        if not error <= _RELATIVE_L2:
-            return f"output {index}: relative L2 error {error:.3e}, limit {_RELATIVE_L2:.0e}"
+        if not error <= RELATIVE_L2:
+            return f"output {index}: relative L2 error {error:.3e}, limit {RELATIVE_L2:.0e}"
     return "ok"
 
 

@@ -5,10 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+
+from prefill_kernels.op_sets import load_ops
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,3 +85,17 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [ROOT / "tests" / "gpu" / "run.sh", *arguments], env=environment, capture_output=True, text=True, timeout=280
     )
+
+
+def test_an_op_that_writes_nothing_fails_the_tiny_model(gpu_run: Any) -> None:
+    from gpu_run.tiny_model_check import check_tiny_model
+
+    ref = load_ops("ref")
+    faulty = SimpleNamespace(**{name: getattr(ref, name) for name in ref.__all__})
+    faulty.store_main = lambda *_args, **_kwargs: None
+    verdicts = []
+    for ops in (ref, faulty):
+        log = gpu_run.report.RunLog(budget=99.0)
+        check_tiny_model(SimpleNamespace(ref=ref, ops=ops, device=torch.device("cpu"), log=log))
+        verdicts.append({name for name, verdict in log.results["correctness"].items() if verdict != "ok"})
+    assert verdicts == [set(), {"tiny model store_main"}]
