@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from prefill_engine.kv.file_operations import FileOperations
+from prefill_engine.kv.segment_data import address_of
 from prefill_engine.kv.segment_store import FileSegmentStore
 from prefill_engine.kv.segments import SegmentInfo
 from prefill_plan.errors import ConfigError, StoreUnavailable
@@ -299,22 +300,14 @@ def test_an_unaligned_target_is_refused_before_anything_is_read(disk_path: Path)
     store = direct_store(disk_path)
     segment = store.publish(make_records("a"))
     reading = Reading(locations(segment))
-    memory = bytearray(2 * SHAPE.record_bytes)
-    start = 512 - id_offset(memory)
+    memory = bytearray(SHAPE.record_bytes + 4096)
+    start = (512 - address_of(memoryview(memory))) % 4096
     target = memoryview(memory)[start : start + SHAPE.record_bytes]
 
     with pytest.raises(ValueError, match="not aligned to 4096"):
         store.read(replace(reading.job, reads=[replace(reading.job.reads[0], target=target)]))
 
     assert not any(memory)
-
-
-def id_offset(memory: bytearray) -> int:
-    """Distance of a buffer from the last 512-byte boundary that is none of 4,096."""
-    from prefill_engine.kv.segment_data import address_of
-
-    address = address_of(memoryview(memory))
-    return (address - 512) % 4096 if (address - 512) % 4096 < 512 else address % 512
 
 
 def test_a_file_system_without_direct_reads_is_a_configuration_error(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_client_that_dies_is_started_again_and_said_so(tmp_path: Path) -> None:
     async def main() -> None:
         remounted = asyncio.Event()
         script = (
-            f'echo "$@" >> {tmp_path}/calls; touch {tmp_path}/mnt/mounted; echo $$ > {tmp_path}/pid; exec sleep 600'
+            f'echo $$ > {tmp_path}/pid; echo "$@" >> {tmp_path}/calls; touch {tmp_path}/mnt/mounted; exec sleep 600'
         )
         mount = make_mount(tmp_path, script, remounted.set)
         await mount.start(seconds=30)

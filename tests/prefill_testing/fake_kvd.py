@@ -63,7 +63,9 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
 
     def kill(self) -> None:
         """Gone without a word; the file stays, leases stay as they are in it."""
-        ended = self._server.stop(0)
+        ended = self._server.stop(
+            None
+        )  # None ends the calls here and now; 0 leaves that to a thread, and a muted call may be answered
         self._stopped.set()
         ended.wait()
         self.pool.close()
@@ -150,7 +152,7 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
                 self._abandon(request.abandon.call_ids)
 
     def Open(self, request, context):
-        self._meet("Open")
+        self._meet("Open", context)
         keys = [request.keys[at : at + 32] for at in range(0, len(request.keys), 32)]
         with self._lock:
             found = next(
@@ -189,7 +191,7 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         )
 
     def Reserve(self, request, context):
-        self._meet("Reserve")
+        self._meet("Reserve", context)
         with self._lock:
             slots = list(range(self.num_used, min(self.pool.num_blocks, self.num_used + request.num_blocks)))
             first = self.num_snapshots_used
@@ -205,7 +207,7 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         return kv_pb2.ReserveSlotsResponse(reservation_id=reservation, slots=slots, snapshot_slots=snapshots)
 
     def Commit(self, request, context):
-        self._meet("Commit")
+        self._meet("Commit", context)
         with self._lock:
             if self.reservations.pop(request.reservation_id, None) is None:
                 return kv_pb2.CommitResponse(failure="unknown reservation")
@@ -216,11 +218,11 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         return kv_pb2.CommitResponse(stored_blocks=len(request.blocks), held_snapshots=len(request.snapshots))
 
     def Truncate(self, request, context):
-        self._meet("Truncate")
+        self._meet("Truncate", context)
         return kv_pb2.TruncateResponse(known=request.lease_id in self.leases)
 
     def Close(self, request, context):
-        self._meet("Close")
+        self._meet("Close", context)
         with self._lock:
             unknown = [each for each in request.lease_ids if not self._end(each)]
         return kv_pb2.CloseResponse(unknown=len(unknown))
@@ -242,7 +244,8 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         while call in self.silent and not self._stopped.is_set():
             time.sleep(0.005)
 
-    def _meet(self, call: str) -> None:
+    def _meet(self, call: str, context: grpc.ServicerContext) -> None:
         self.calls.append(call)
-        while call in self.mute and not self._stopped.is_set():
-            time.sleep(0.005)
+        while call in self.mute:
+            if self._stopped.wait(0.005):
+                context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
