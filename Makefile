@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml charts/
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint unit test-kernels test-kv-kills soak-kv bench bench-peers aot aot-triton36 gpu-site protos lock clean images test-cluster test-cluster-short bench-cluster demo-cluster demo-cluster-down
+.PHONY: help setup demo test lint unit test-kernels test-kv-kills soak-kv bench bench-peers aot aot-triton36 gpu-site protos lock clean images test-cluster test-cluster-short bench-cluster bench-cluster-peer demo-cluster demo-cluster-down
 
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -91,13 +91,16 @@ images:  ## operator and engine images with buildah (the engine's has torch and 
 CLUSTER_TESTS := $(BIN)/python -m pytest -q -c tests/cluster/pytest.ini tests/cluster
 
 test-cluster: setup  ## operator on a real Kubernetes built from source: all cases, report in tests/cluster/results
-	$(CLUSTER_TESTS) -m "not scale" --report tests/cluster/results/cluster.md
+	$(CLUSTER_TESTS) -m "not scale and not peer" --report tests/cluster/results/cluster.md
 
 test-cluster-short: setup  ## its short profile, for CI: API and RBAC cases, and one path from install to drain
 	$(CLUSTER_TESTS) -m short
 
 bench-cluster: setup  ## figures of 100 and 1,000 pools on a real API server, into tests/cluster/results (wants idle cores)
 	$(CLUSTER_TESTS) -m scale --report tests/cluster/results/scale.md
+
+bench-cluster-peer: setup  ## 100 pools beside LeaderWorkerSet's controller on one bed (LWS=<its checkout>; builds it, wants idle cores)
+	$(CLUSTER_TESTS) -m peer --report tests/cluster/results/peer.md
 
 demo-cluster: setup  ## a two-node cluster with the chart, a pool Ready and a prefill answered; stays up
 	$(BIN)/python tests/cluster/demo.py up

@@ -90,7 +90,7 @@ class OperatorSettings:
     host: str = "0.0.0.0"
     port: int = 8080
     """/metrics, /healthz and /readyz; 0 = any free port, -1 = none."""
-    workers: int = 4
+    workers: int = 8
     """Pools reconciled at the same time."""
     resync_seconds: float = 60.0
     """Pause between two comparisons of the cache with the API server; plus up to 20 % jitter."""

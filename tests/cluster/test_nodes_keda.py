@@ -8,9 +8,10 @@ import pytest
 from prefill_bed.api import Json, conditions, documents
 from prefill_bed.bed import Bed
 from prefill_bed.cluster import ROOT, SCRIPTS, Cluster, Profile, run_script
+from prefill_bed.image_load import PATCHES, Pictures
 from prefill_bed.installation import Helm, Release
-from prefill_bed.load import PrefillLoad
-from prefill_bed.pools import API_VERSION, PoolView, ReadyWatch, cpu_pool, expect
+from prefill_bed.load import Load, Prompts
+from prefill_bed.pools import API_VERSION, PoolView, ReadyWatch, cpu_encoder_pool, cpu_pool, expect
 from prefill_bed.prometheus import ADDRESS, Prometheus
 from prefill_bed.waiting import until
 
@@ -25,6 +26,8 @@ TARGET = 12_000
 """Rows per engine."""
 FOR_TWO, FOR_THREE = 22, 34
 """Prompts in flight that ask for so many engines, also while up to five of them have half a prompt computed."""
+IMAGES_FOR_THREE, PATCHES_PER_ENCODER = 60, 4_000
+"""Images in flight: 22,680 patches, of which two in five have to wait for the three encoders of maxReplicas."""
 
 
 @pytest.fixture
@@ -109,11 +112,13 @@ def replicas(view: PoolView) -> int:
     return count
 
 
-def wait_replicas(view: PoolView, count: int, *, seconds: float = SLOW) -> float:
+def wait_replicas(view: PoolView, count: int, *, seconds: float = SLOW, name: str = "keda-hpa-tiny") -> float:
     """Seconds until the autoscaler had written this count."""
     begin = time.monotonic()
     view.wait(
-        f"spec.replicas {count}", lambda: expect(replicas(view) == count, hpa(view).get("status")), seconds=seconds
+        f"spec.replicas {count}",
+        lambda: expect(replicas(view) == count, hpa(view, name=name).get("status")),
+        seconds=seconds,
     )
     return time.monotonic() - begin
 
@@ -142,7 +147,7 @@ def test_follows_the_queue(start: Callable[..., PoolView], prometheus: Prometheu
     view = start(quota=NO_SPARES)
     view.wait_settled(1, seconds=SLOW)
     view.wait_condition("AutoscalingActive", "True", "Active")
-    with PrefillLoad(view, prompt_tokens=TOKENS) as load:
+    with Load(view, Prompts(TOKENS)) as load:
         begin = time.monotonic()
         load.keep(FOR_THREE)
         figure(f"{FOR_THREE} prompts of {TOKENS} tokens: 3 replicas asked for after {wait_replicas(view, 3):.0f} s")
@@ -175,7 +180,7 @@ def test_spares_are_hidden(start: Callable[..., PoolView], figure: Figure) -> No
     """Constant demand for two engines beside a spare: over ten syncs the HPA sees two, and the spare stays a spare."""
     view = start(quota={"redundancy": {"mode": "Fixed", "spares": 1}})
     view.wait_settled(2, seconds=SLOW)
-    with PrefillLoad(view, prompt_tokens=TOKENS) as load:
+    with Load(view, Prompts(TOKENS)) as load:
         load.keep(FOR_TWO)
         wait_replicas(view, 2)
         view.wait_settled(3, seconds=SLOW)
@@ -201,7 +206,7 @@ def test_prometheus_away(start: Callable[..., PoolView], prometheus: Prometheus,
     """Prometheus stops, then the load too: replicas stay and the pool says why; when it is back, they follow again."""
     view = start(quota=NO_SPARES)
     view.wait_settled(1, seconds=SLOW)
-    with PrefillLoad(view, prompt_tokens=TOKENS) as load:
+    with Load(view, Prompts(TOKENS)) as load:
         load.keep(FOR_TWO)
         wait_replicas(view, 2)
         view.wait_settled(2, seconds=SLOW)
@@ -243,7 +248,7 @@ def test_node_drained_while_scaling_up(start: Callable[..., PoolView], figure: F
         assert fresh, f"only {old}"
         return min(fresh)
 
-    with PrefillLoad(view, prompt_tokens=TOKENS) as load:
+    with Load(view, Prompts(TOKENS)) as load:
         load.keep(FOR_THREE)
         wait_replicas(view, 3)
         loading = view.wait("a new engine", first_new)
@@ -282,3 +287,56 @@ def test_encoders_scaled_object(
     view.wait("two encoders and a spare", lambda: expect(len(view.live()) == 3, view.names()))
     view.change(replicas=0)
     view.wait("KEDA to end what zero would switch off", lambda: expect(replicas(view) == 2, replicas(view)))
+
+
+def test_encoders_follow_the_patches(
+    release: Release,
+    prometheus: Prometheus,
+    new_namespace: Callable[[Cluster], str],
+    checkpoint: Path,
+    figure: Figure,
+) -> None:
+    """Waiting patches bring two more encoders; when none wait, they are drained and no image is lost."""
+    view = PoolView(release.cluster, new_namespace(release.cluster), "eyes", resource="vepools")
+    scaling = {
+        "actuator": "KEDA",
+        "minReplicas": 1,
+        "maxReplicas": 3,
+        "targetPendingPatchesPerVE": PATCHES_PER_ENCODER,
+        "scaleUpStabilizationSeconds": 0,
+        "scaleDownStabilizationSeconds": 10,
+        "maxScaleUpPerMinute": 10,
+        "maxScaleDownPerMinute": 10,
+    }
+    pool = cpu_encoder_pool("eyes", checkpoint, autoscaling=scaling)
+    del pool["spec"]["replicas"]
+    view.create(pool)
+    view.wait_settled(1, seconds=SLOW)
+    view.wait_condition("AutoscalingActive", "True", "Active", seconds=SLOW)
+    queued = f'sum(ve_patches_queued{{namespace="{view.namespace}",pool="{view.name}"}})'
+    with Load(view, Pictures()) as load, ReadyWatch(view) as watch:
+        begin = time.monotonic()
+        load.keep(IMAGES_FOR_THREE)
+        until("patches in Prometheus", lambda: expect(prometheus.value(queued) > 0, queued), seconds=SLOW)
+        wait_replicas(view, 3, name="keda-hpa-eyes-ve")
+        figure(
+            f"{IMAGES_FOR_THREE} images of {PATCHES} patches in flight: 3 encoders asked for after "
+            f"{time.monotonic() - begin:.0f} s, {prometheus.value(queued):.0f} patches waiting"
+        )
+        view.wait_settled(3, seconds=SLOW)
+        figure(f"3 encoders ready after {time.monotonic() - begin:.0f} s")
+        # All three work before they go, so that drains have something to lose.
+        before = load.outcome.completed
+        view.wait(
+            "images from three", lambda: expect(load.outcome.completed > before + 100, load.outcome), seconds=SLOW
+        )
+        begin = time.monotonic()
+        load.keep(2)
+        wait_replicas(view, 1, name="keda-hpa-eyes-ve")
+        view.wait_settled(1, seconds=SLOW)
+        figure(f"back at one encoder {time.monotonic() - begin:.0f} s after the load was cut to 2 images")
+        assert watch.lowest >= 1
+    outcome = load.outcome
+    figure(f"{outcome.completed} images encoded, {outcome.moved} sent back by draining encoders and taken by others")
+    assert not outcome.lost, outcome.lost
+    assert outcome.completed > IMAGES_FOR_THREE

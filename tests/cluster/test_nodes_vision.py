@@ -1,4 +1,4 @@
-"""Layer 6: a VEPool whose pods really encode, beside a PE pod that asks them (CPU profile)."""
+"""Layer 6: a VEPool whose pods really encode, beside PE pods that name it in their own spec (CPU profile)."""
 
 import json
 import subprocess
@@ -7,47 +7,57 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from prefill_bed.api import Json, is_ready
+import pytest
+from prefill_bed.api import is_ready
 from prefill_bed.cluster import ROOT, Cluster
-from prefill_bed.engine_pod import GRPC_PORT, IMAGE, SITE_PACKAGES, run_engine
+from prefill_bed.engine_pod import GRPC_PORT, run_engine
+from prefill_bed.image_load import PicturePrompts
 from prefill_bed.installation import Release
-from prefill_bed.pools import API_VERSION, PoolView, cpu_pool, expect
+from prefill_bed.load import Load
+from prefill_bed.pools import PoolView, ReadyWatch, cpu_encoder_pool, cpu_pool, expect
 
 Figure = Callable[[str], None]
 SLOW = 400
 PICTURES = ROOT / "tests" / "golden" / "tiny_vision" / "images"
 PLACEHOLDER = 500
 """Of the tiny checkpoint."""
+TOKENS = 120
+"""Of text in a prompt, beside two images of 50."""
+IN_FLIGHT = 4
+VISION = {"mode": "Remote", "vePoolRef": {"name": "eyes"}, "rowsPool": "64Mi", "imageSeconds": 120}
 
 
-def encoder_pool(checkpoint: Path) -> Json:
-    """Two encoders on CPUs, third-party packages from this machine."""
-    spec = {
-        "replicas": 2,
-        "model": {"name": "tiny", "revision": "r1", "source": {"hostPath": {"path": str(checkpoint)}}},
-        "quota": {"spares": 0},
-        "lifecycle": {"drainTimeoutSeconds": 15, "loadTimeoutSeconds": 300, "nodeLostGraceSeconds": 5},
-        "encoder": {"image": IMAGE, "imagePullPolicy": "IfNotPresent", "device": "cpu", "cpu": "50m", "memory": "3Gi"},
-        "podTemplate": {
-            "spec": {
-                "volumes": [{"name": "site", "hostPath": {"path": str(SITE_PACKAGES), "type": "Directory"}}],
-                "containers": [
-                    {
-                        "name": "encoder",
-                        "volumeMounts": [{"name": "site", "mountPath": "/opt/site", "readOnly": True}],
-                    }
-                ],
-            }
-        },
-    }
-    return {"apiVersion": API_VERSION, "kind": "VEPool", "metadata": {"name": "eyes"}, "spec": spec}
+@pytest.fixture
+def pools(
+    release: Release, new_namespace: Callable[[Cluster], str], checkpoint: Path, figure: Figure
+) -> tuple[PoolView, PoolView]:
+    """Two encoders, and one engine that has its images encoded by them; the engine's pool is made first."""
+    namespace = new_namespace(release.cluster)
+    view, eyes = (
+        PoolView(release.cluster, namespace, "tiny"),
+        PoolView(release.cluster, namespace, "eyes", resource="vepools"),
+    )
+    begin = time.monotonic()
+    quota = {"redundancy": {"mode": "None"}}
+    view.create(cpu_pool("tiny", checkpoint, replicas=1, quota=quota, vision=VISION))
+    missing = view.wait("the missing VEPool to be said", lambda: ready_message(view, "VEPool eyes does not exist"))
+    assert missing
+    eyes.create(cpu_encoder_pool("eyes", checkpoint))
+    eyes.wait_settled(2, seconds=SLOW)
+    view.wait("an engine", lambda: expect(len(view.ready()) == 1, view.status()), seconds=SLOW)
+    view.wait("no complaint about the VEPool", lambda: expect("eyes" not in message(view), message(view)), seconds=60)
+    figure(f"two encoders and an engine Ready after {time.monotonic() - begin:.0f} s")
+    return view, eyes
 
 
-def asking_pool(checkpoint: Path) -> Json:
-    """One engine that has its images encoded by the pool above."""
-    settings = ("vision.mode=remote", 'vision.endpoints=["eyes-ve:50051"]', "vision.rows_bytes=67108864")
-    arguments = [word for setting in settings for word in ("--set", setting)]
-    return cpu_pool("tiny", checkpoint, replicas=1, quota={"redundancy": {"mode": "None"}}, engine={"args": arguments})
+def message(view: PoolView) -> str:
+    return str(view.condition("Ready").get("message", ""))
+
+
+def ready_message(view: PoolView, words: str) -> str:
+    found = message(view)
+    assert words in found, found
+    return found
 
 
 def ask(endpoint: str, checkpoint: Path, work: Path, picture: Path, *, seed: int) -> subprocess.CompletedProcess[str]:
@@ -60,20 +70,10 @@ def ask(endpoint: str, checkpoint: Path, work: Path, picture: Path, *, seed: int
 
 
 def test_images_while_an_encoder_is_killed(
-    release: Release, new_namespace: Callable[[Cluster], str], checkpoint: Path, tmp_path: Path, figure: Figure
+    pools: tuple[PoolView, PoolView], checkpoint: Path, tmp_path: Path, figure: Figure
 ) -> None:
-    """Encoders become Ready by their health; requests with images are answered, also while one encoder of two is deleted."""
-    namespace = new_namespace(release.cluster)
-    eyes = PoolView(release.cluster, namespace, "eyes", resource="vepools")
-    view = PoolView(release.cluster, namespace, "tiny")
-    begin = time.monotonic()
-    eyes.create(encoder_pool(checkpoint))
-    view.create(asking_pool(checkpoint))
-    eyes.wait("two encoders", lambda: expect(len(eyes.ready()) == 2, eyes.status()), seconds=SLOW)
-    eyes.wait_condition("Available", "True", seconds=SLOW)
-    view.wait("an engine", lambda: expect(len(view.ready()) == 1, view.status()), seconds=SLOW)
-    figure(f"two encoders and an engine Ready after {time.monotonic() - begin:.0f} s")
-
+    """A PE pod answers prompts with images through two VE pods, every probe right, while one of them is deleted."""
+    view, eyes = pools
     endpoint = f"{view.ready()[0]['status']['podIP']}:{GRPC_PORT}"
     first = ask(endpoint, checkpoint, tmp_path, PICTURES / "pad_rows.png", seed=1)
     assert first.returncode == 0, first.stdout[-1500:] + first.stderr[-1500:]
@@ -87,7 +87,7 @@ def test_images_while_an_encoder_is_killed(
 
     sender = threading.Thread(target=send)
     sender.start()
-    release.cluster.kubectl("delete", "pod", victim, "-n", namespace, "--grace-period=0", "--force", "--wait=false")
+    eyes.cluster.kubectl("delete", "pod", victim, "-n", eyes.namespace, "--grace-period=0", "--force", "--wait=false")
     sender.join(timeout=900)
     assert [answer.returncode for answer in answers] == [0, 0, 0, 0], [answer.stderr[-500:] for answer in answers]
 
@@ -98,3 +98,43 @@ def test_images_while_an_encoder_is_killed(
 
     eyes.wait("a replacement", replaced, seconds=SLOW)
     figure(f"4 images answered with an encoder deleted meanwhile, {len(answers)} probes right")
+
+
+def test_images_while_encoders_are_drained(pools: tuple[PoolView, PoolView], checkpoint: Path, figure: Figure) -> None:
+    """Prompts with images flow through a PE while a scale-down drains a VE, and `kubectl drain` a node with one: each is
+    answered, and never is there no VE."""
+    view, eyes = pools
+    with Load(view, PicturePrompts(checkpoint, TOKENS)) as load, ReadyWatch(eyes) as watch:
+
+        def answered(more: int) -> None:
+            goal = load.outcome.completed + more
+            eyes.wait("answers", lambda: expect(load.outcome.completed >= goal, load.outcome), seconds=SLOW)
+
+        load.keep(IN_FLIGHT)
+        answered(10)
+        begin = time.monotonic()
+        eyes.change(replicas=1)
+        eyes.wait_settled(1, seconds=SLOW)
+        figure(f"scaled down to one encoder in {time.monotonic() - begin:.0f} s")
+        answered(10)
+        eyes.change(replicas=2)
+        eyes.wait_settled(2, seconds=SLOW)
+        answered(10)
+        nodes = {pod["spec"]["nodeName"] for pod in eyes.live()}
+        assert nodes == {"node-1", "node-2"}, nodes
+        begin = time.monotonic()
+        try:
+            eyes.cluster.kubectl(
+                "drain", "node-2", f"--pod-selector=prefill.dev/pool={eyes.name}", "--delete-emptydir-data", "--force",
+                f"--timeout={SLOW}s",
+            )  # fmt: skip
+            figure(f"node drained in {time.monotonic() - begin:.0f} s")
+            eyes.wait_settled(2, seconds=SLOW)
+            assert {pod["spec"]["nodeName"] for pod in eyes.live()} == {"node-1"}
+            answered(10)
+        finally:
+            eyes.cluster.kubectl("uncordon", "node-2")
+        assert watch.lowest >= 1
+    outcome = load.outcome
+    figure(f"{outcome.completed} prompts with {PicturePrompts.IMAGES} images each answered, none sent back")
+    assert not outcome.lost, outcome.lost

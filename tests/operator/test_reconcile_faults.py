@@ -203,7 +203,7 @@ async def test_workers_bound_what_is_asked_of_the_api_server_at_once() -> None:
     for worker in workers:
         worker.cancel()
 
-    assert most == rig.settings.workers == 4
+    assert most == rig.settings.workers == 8
 
 
 @in_loop

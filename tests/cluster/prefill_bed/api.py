@@ -20,6 +20,7 @@ _GROUPS = {
     "/apis/coordination.k8s.io/v1": "leases",
     "/apis/discovery.k8s.io/v1": "endpointslices",
     "/apis/keda.sh/v1alpha1": "scaledobjects",
+    "/apis/leaderworkerset.x-k8s.io/v1": "leaderworkersets",
     "/apis/policy/v1": "poddisruptionbudgets",
     "/apis/prefill.dev/v1alpha1": "prefillpools vepools",
     "/apis/rbac.authorization.k8s.io/v1": "clusterroles clusterrolebindings roles rolebindings",
@@ -91,7 +92,9 @@ class Api:
             raise ApiError(answer.status, text, f"{method} {path}")
         return json.loads(text) if "json" in answer.headers.get("Content-Type", "") else text
 
-    def watch(self, resource: str, namespace: str, labels: str, *, seconds: int = 600) -> Iterator[tuple[str, Json]]:
+    def watch(
+        self, resource: str, namespace: str, labels: str = "", *, seconds: int = 600
+    ) -> Iterator[tuple[str, Json]]:
         """The objects that are there as ("ADDED", object), then each change, until the server ends the stream."""
         listed = self.request("GET", self.path(resource, namespace, labelSelector=labels))
         yield from (("ADDED", item) for item in listed["items"])

@@ -172,7 +172,7 @@ class FakeKubelets:
         try:
             session = self._beats if is_beat else self._session
             async with session.request(method, self._server + path, data=data, headers=headers) as answer:
-                if answer.status >= 400 and answer.status not in (404, 409):
+                if answer.status >= 400 and answer.status != 404:
                     print(method, path, answer.status, (await answer.text())[:300], flush=True)
                 return answer.status
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -298,11 +298,13 @@ class FakeKubelets:
         return self._pods.get(pod.pod["metadata"]["uid"]) is not pod or pod.node in self._control.dead
 
     async def _report(self, pod: FakePod) -> None:
-        if self._gone(pod):
-            return
-        pod.sent = pod.digest()
-        uid = pod.pod["metadata"]["uid"]
-        await self._call("PATCH", pod.path + "/status", {"metadata": {"uid": uid}, "status": pod.status()}, STRATEGIC)
+        """Until it is written: a kubelet does not give up on a status."""
+        code = 0
+        while code not in (200, 404) and not self._gone(pod):
+            await asyncio.sleep(0.2 if code else 0)
+            pod.sent = pod.digest()
+            body = {"metadata": {"uid": pod.pod["metadata"]["uid"]}, "status": pod.status()}
+            code = await self._call("PATCH", pod.path + "/status", body, STRATEGIC)
 
     async def _start(self, pod: FakePod) -> None:
         """Running, then what the rules say, then ready."""

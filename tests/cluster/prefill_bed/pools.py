@@ -207,3 +207,35 @@ def cpu_pool(name: str, checkpoint: Path, **spec: Any) -> Json:
         },
     }
     return {"apiVersion": API_VERSION, "kind": "PrefillPool", "metadata": {"name": name}, "spec": merged(base, spec)}
+
+
+def cpu_encoder_pool(name: str, checkpoint: Path, **spec: Any) -> Json:
+    """Two encoders on CPUs, third-party packages from this machine. An image may take two minutes: cores are shared."""
+    base = {
+        "replicas": 2,
+        "model": {"name": "tiny", "revision": "r1", "source": {"hostPath": {"path": str(checkpoint)}}},
+        "quota": {"spares": 0},
+        "rollout": {"minReadySeconds": 1, "progressDeadlineSeconds": 900},
+        "lifecycle": {"drainTimeoutSeconds": 60, "loadTimeoutSeconds": 300, "nodeLostGraceSeconds": 5},
+        "scheduling": {"placement": "Spread"},
+        "encoder": {
+            "image": IMAGE,
+            "imagePullPolicy": "IfNotPresent",
+            "device": "cpu",
+            "cpu": "50m",
+            "memory": "3Gi",
+            "args": ["--set", "image_seconds=120"],
+        },
+        "podTemplate": {
+            "spec": {
+                "volumes": [{"name": "site", "hostPath": {"path": str(SITE_PACKAGES), "type": "Directory"}}],
+                "containers": [
+                    {
+                        "name": "encoder",
+                        "volumeMounts": [{"name": "site", "mountPath": "/opt/site", "readOnly": True}],
+                    }
+                ],
+            }
+        },
+    }
+    return {"apiVersion": API_VERSION, "kind": "VEPool", "metadata": {"name": name}, "spec": merged(base, spec)}
