@@ -70,6 +70,14 @@ VE_RULES: tuple[Rule[VEPoolSpec], ...] = (
         holds=lambda spec: spec.batching.max_patches_per_image <= spec.batching.max_patches_per_batch,
     ),
     Rule(
+        path="spec.balancing.maxPendingPatchesPerVE",
+        message="balancing.maxPendingPatchesPerVE must not be below batching.maxPatchesPerImage",
+        holds=lambda spec: (
+            spec.balancing.max_pending_patches_per_ve is None
+            or spec.balancing.max_pending_patches_per_ve >= spec.batching.max_patches_per_image
+        ),
+    ),
+    Rule(
         path="spec.autoscaling.minReplicas",
         message="minReplicas must not exceed maxReplicas",
         holds=lambda spec: is_ordered(spec.autoscaling),

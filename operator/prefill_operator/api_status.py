@@ -83,13 +83,14 @@ class UnhealthyPE(UnhealthyPod):
 
 
 class LoadStatus(ApiStruct):
-    """Load of the ready VEs, from the operator's own scrape."""
+    """Load of the ready VEs in two digits, by their own word (engine_load.py)."""
 
     pending_patches: int = 0
     patches_per_second: int = 0
     imbalance: str = ""
     """Largest over mean pending patches, e.g. "1.25"."""
     observed_at: str | None = None
+    """When these figures were first measured; equal ones keep the time."""
 
 
 class PoolStatus(ApiStruct):

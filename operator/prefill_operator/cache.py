@@ -19,6 +19,7 @@ from prefill_operator.model import ChildKind, ObservedNode
 from prefill_operator.names import KIND_LABEL, MANAGED_BY, MANAGED_BY_LABEL, POOL_LABEL, Kind
 from prefill_operator.node_reading import NodeRecord, read_node
 from prefill_operator.pod_reading import PodRecord, controller_uid, read_pod
+from prefill_operator.references import referred_pool
 from prefill_operator.resources import CHILD_KINDS, NODES, PODS, POOLS, Json, PoolKey, Resource
 from prefill_operator.settings import NodeSignals
 
@@ -121,6 +122,8 @@ class Cache:
         self._children = {kind: _Store(_child_reader(kind)) for kind in ChildKind}
         self._pods_of: dict[PoolKey, dict[str, PodRecord]] = {}
         self._children_of: dict[PoolKey, dict[tuple[ChildKind, str], ChildRecord]] = {}
+        self._referrers: dict[PoolKey, dict[PoolKey, PoolKey]] = {}
+        """By pool, there or not: the pools that name it."""
         self._pools_on: dict[str, dict[ObjectId, PoolKey]] = {}
         """By node ("" = none yet): the pods there and their pools."""
         self._taken: dict[tuple[str, str], int] = {}
@@ -150,6 +153,10 @@ class Cache:
 
     def pool(self, key: PoolKey) -> PoolRecord | None:
         return self._pools[key.kind].records.get((key.namespace, key.name))
+
+    def referrers(self, key: PoolKey) -> list[PoolKey]:
+        """Pools that name this one, which need not exist."""
+        return list(self._referrers.get(key, {}))
 
     def pods(self, key: PoolKey) -> list[PodRecord]:
         """Pods with the pool's labels, by name."""
@@ -194,7 +201,10 @@ class Cache:
         for record, present in ((before, False), (after, True)):
             match record:
                 case PoolRecord():
-                    affected.add(record.key)
+                    affected |= {record.key, *self.referrers(record.key)}
+                    named = referred_pool(record.pool) if record.pool is not None else None
+                    if named is not None:
+                        _set_in(self._referrers, named, record.key, record.key if present else None)
                 case PodRecord():
                     affected.add(record.pool)
                     self._index_pod(name, record, present=present)

@@ -142,6 +142,12 @@ def seal_conditions(
 
 
 def _judge_ready(f: Findings) -> _Found:
+    kind, holds, reason, text = _judge_rollout(f)
+    note = f.observed.reference
+    return (kind, holds, reason, f"{text}; {note.text}" if note is not None else text)
+
+
+def _judge_rollout(f: Findings) -> _Found:
     text = describe_fleet(f.intent, f.fleet)
     if not f.plan.feasible:
         return (ConditionType.READY, False, Reason.PLAN_INFEASIBLE, f"{text}; {f.plan.message}")

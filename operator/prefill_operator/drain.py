@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from prefill_operator.engine_client import EngineClient
+from prefill_operator.names import Kind
 from prefill_operator.resources import PoolKey
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class Drains:
         if uid in self._running:
             return
         state = DrainState(unreachable_since=None if address else self._clock())
-        task = asyncio.create_task(self._call(uid, address, timeout_seconds), name=f"drain {uid}")
+        call = self._call(uid, address, kind=pool.kind, timeout_seconds=timeout_seconds)
+        task = asyncio.create_task(call, name=f"drain {uid}")
         self._running[uid] = _Running(pool=pool, task=task, state=state)
 
     def state(self, uid: str) -> DrainState | None:
@@ -76,12 +78,12 @@ class Drains:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _call(self, uid: str, address: str, timeout_seconds: float) -> None:
+    async def _call(self, uid: str, address: str, *, kind: Kind, timeout_seconds: float) -> None:
         end = self._clock() + timeout_seconds
         while address:
             left = max(0.0, end - self._clock())
             try:
-                async for done in self._engines.drain(address, timeout_seconds=left):
+                async for done in self._engines.drain(address, kind=kind, timeout_seconds=left):
                     self._set(uid, DrainState(done=done))
                     if done:
                         return

@@ -1,4 +1,4 @@
-"""Calls to engines: Drain, and the state of which KV store and router speak. Used by drain.py and store_watch.py.
+"""Calls to engines: Drain, and a report of state and load. Used by drain.py and engine_watch.py.
 
 The operator knows pods by the API server; these two are what only an engine itself can tell. The trap: an engine may be gone,
 frozen, or behind a policy that lets nobody in, so no answer is an answer too, and none is waited for long.
@@ -10,20 +10,28 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from prefill_operator.engine_wire import DRAIN_METHOD, GET_LOAD_METHOD, EngineMessages, LoadState
+from prefill_operator.engine_load import EngineReport, read_encoder_load, read_load_report
+from prefill_operator.engine_wire import (
+    DRAIN_METHOD,
+    ENCODER_DRAIN_METHOD,
+    ENCODER_LOAD_METHOD,
+    GET_LOAD_METHOD,
+    EngineMessages,
+)
+from prefill_operator.names import Kind
 
-_STATE_SECONDS = 2.0
+_REPORT_SECONDS = 2.0
 
 
 class EngineClient(Protocol):
-    def drain(self, address: str, *, timeout_seconds: float) -> AsyncIterator[bool]:
-        """Asks the engine to drain; yields at each of its reports whether nothing is left, until that is so.
+    def drain(self, address: str, *, kind: Kind, timeout_seconds: float) -> AsyncIterator[bool]:
+        """Asks the engine (of a VEPool: the encoder) to drain; yields at each report whether nothing is left, until that is so.
 
         Raises ConnectionError when the engine does not answer, or stops answering.
         """
 
-    async def load_state(self, address: str) -> LoadState:
-        """What the engine says of itself. Raises ConnectionError when it does not answer."""
+    async def report(self, address: str, *, kind: Kind) -> EngineReport:
+        """What the engine (of a VEPool: the encoder) says of itself. Raises ConnectionError when it does not answer."""
 
 
 class GrpcEngineClient:
@@ -36,14 +44,19 @@ class GrpcEngineClient:
         self._messages = EngineMessages()
         self._silence_seconds = silence_seconds
 
-    async def drain(self, address: str, *, timeout_seconds: float) -> AsyncIterator[bool]:
-        request = self._messages.drain_request()
+    async def drain(self, address: str, *, kind: Kind, timeout_seconds: float) -> AsyncIterator[bool]:
+        known = self._messages
+        path, request_class, status_class = DRAIN_METHOD, known.drain_request, known.drain_status
+        if kind is Kind.VE_POOL:
+            path, request_class = ENCODER_DRAIN_METHOD, known.encoder_drain_request
+            status_class = known.encoder_drain_status
+        request = request_class()
         request.deadline.FromNanoseconds(int(timeout_seconds * 1e9))
         async with grpc.aio.insecure_channel(address) as channel:
             method = channel.unary_stream(
-                DRAIN_METHOD,
-                request_serializer=self._messages.drain_request.SerializeToString,
-                response_deserializer=self._messages.drain_status.FromString,
+                path,
+                request_serializer=request_class.SerializeToString,
+                response_deserializer=status_class.FromString,
             )
             call = method(request)
             reports = aiter(call)
@@ -57,19 +70,40 @@ class GrpcEngineClient:
             finally:
                 call.cancel()
 
-    async def load_state(self, address: str) -> LoadState:
+    async def report(self, address: str, *, kind: Kind) -> EngineReport:
         async with grpc.aio.insecure_channel(address) as channel:
-            method = channel.unary_unary(
-                GET_LOAD_METHOD,
-                request_serializer=self._messages.load_request.SerializeToString,
-                response_deserializer=self._messages.load_report.FromString,
-            )
             try:
-                report = await method(self._messages.load_request(), timeout=_STATE_SECONDS)
+                if kind is Kind.VE_POOL:
+                    return await self._encoder_report(channel)
+                return await self._engine_report(channel)
             except grpc.aio.AioRpcError as error:
                 raise ConnectionError(f"{error.code().name}: {error.details()}") from error
-        # A state that a newer engine may have is none that we know.
-        return LoadState(report.state) if report.state in tuple(LoadState) else LoadState.STATE_UNSPECIFIED
+
+    async def _engine_report(self, channel: grpc.aio.Channel) -> EngineReport:
+        known = self._messages
+        method = channel.unary_unary(
+            GET_LOAD_METHOD,
+            request_serializer=known.load_request.SerializeToString,
+            response_deserializer=known.load_report.FromString,
+        )
+        return read_load_report(await method(known.load_request(), timeout=_REPORT_SECONDS))
+
+    async def _encoder_report(self, channel: grpc.aio.Channel) -> EngineReport:
+        """The first report of the stream: an encoder has no call for one alone."""
+        known = self._messages
+        method = channel.unary_stream(
+            ENCODER_LOAD_METHOD,
+            request_serializer=known.encoder_load_request.SerializeToString,
+            response_deserializer=known.encoder_load.FromString,
+        )
+        call = method(known.encoder_load_request(), timeout=_REPORT_SECONDS)
+        try:
+            report = await anext(aiter(call), None)
+        finally:
+            call.cancel()
+        if report is None:
+            raise ConnectionError("the encoder ended the stream before its first report")
+        return read_encoder_load(report)
 
     async def _next_report(self, reports: AsyncIterator[Any]) -> Any:
         """None at the end of the stream. An engine reports several times a second; a dead node never answers at all."""

@@ -12,6 +12,7 @@ import msgspec
 
 from prefill_operator.plan import PoolPlan, plan_settings
 from prefill_operator.pool_api import ModelSource, PrefillPoolSpec
+from prefill_operator.pool_vision import vision_settings
 from prefill_operator.ports import GRPC_PORT, HANDOFF_PORT, METRICS_PORT, PROBE_PORT
 from prefill_operator.quantity import quantity_bytes, quantity_value
 from prefill_operator.ve_api import VEPoolSpec
@@ -83,13 +84,9 @@ def encoder_json(spec: VEPoolSpec) -> str:
 
 
 def balancing_json(spec: VEPoolSpec) -> str:
-    """How the router shall spread images; it may change without a rollout, so it is not in the revision's ConfigMap."""
-    return _json_text(
-        {
-            "policy": str(spec.balancing.policy),
-            "max_pending_patches_per_ve": spec.balancing.max_pending_patches_per_ve,
-        }
-    )
+    """How routers shall spread images; it may change without a rollout, so it is not in the revision's ConfigMap."""
+    limit = encoder_config(spec).max_queued_patches
+    return _json_text({"policy": str(spec.balancing.policy), "max_pending_patches_per_ve": limit})
 
 
 def _engine_settings(spec: PrefillPoolSpec, plan: PoolPlan, *, model: ModelSpec) -> dict[str, Any]:
@@ -120,6 +117,7 @@ def _engine_settings(spec: PrefillPoolSpec, plan: PoolPlan, *, model: ModelSpec)
         },
         "scheduler": {"chunk_cap_tokens": settings.chunk_tokens},
         **({"kvd": {"socket": KVD_SOCKET}} if spec.kvd.enabled else {}),
+        **vision_settings(spec),
     }
 
 
@@ -127,6 +125,7 @@ def _encoder_settings(spec: VEPoolSpec) -> dict[str, Any]:
     source, encoder, batching = spec.model.source, spec.encoder, spec.batching
     on_cpu = encoder.device is Device.CPU
     rows_bytes = min(MAX_ROWS_BYTES, quantity_bytes(encoder.memory) // _ENCODER_ROWS_SHARE)
+    max_patches = spec.balancing.max_pending_patches_per_ve
     return {
         "model": {"name": spec.model.name, "path": _join(MODEL_MOUNT, source.pvc.path if source.pvc else "")},
         "device": str(encoder.device),
@@ -137,6 +136,7 @@ def _encoder_settings(spec: VEPoolSpec) -> dict[str, Any]:
             "max_patches_per_image": batching.max_patches_per_image,
             "max_delay_milliseconds": batching.max_delay_milliseconds,
         },
+        **({"queue": {"max_patches": max_patches}} if max_patches is not None else {}),
         "rows": {"memory_bytes": rows_bytes, "cache_bytes": rows_bytes // 2},
         # Of the container's CPUs: the process itself would count the node's.
         "decode": {"workers": max(1, int(quantity_value(encoder.cpu)) // _CPUS_PER_DECODE_WORKER)},

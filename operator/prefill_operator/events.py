@@ -25,6 +25,7 @@ def plan_events(findings: Findings, conditions: Iterable[Condition]) -> tuple[Em
         return (_warn(EventReason.EP_ESCALATED, findings.escalation.message),)
     return (
         *_flips(findings, conditions),
+        *_reference(findings),
         *_plan_change(findings),
         *_losses(findings),
         *_replacements(findings),
@@ -53,6 +54,14 @@ def _plan_change(findings: Findings) -> Iterable[EmitEvent]:
     if before is not None and findings.plan.feasible and before.hash != findings.plan.hash:
         text = f"EP {before.ep} to {findings.plan.ep}; {findings.plan.message}"
         yield EmitEvent(type=EventType.NORMAL, reason=EventReason.PLAN_CHANGED, message=text)
+
+
+def _reference(findings: Findings) -> Iterable[EmitEvent]:
+    """When the condition Ready begins to say it."""
+    note = findings.observed.reference
+    before = [c.message for c in findings.observed.pool.status.conditions if c.type == ConditionType.READY]
+    if note is not None and note.is_missing and not any(note.text in message for message in before):
+        yield _warn(EventReason.REFERENCE_MISSING, note.text)
 
 
 def _losses(findings: Findings) -> Iterable[EmitEvent]:

@@ -15,6 +15,7 @@ from prefill_operator.cache import Cache
 from prefill_operator.cluster import Cluster
 from prefill_operator.drain import Drains
 from prefill_operator.engine_client import EngineClient
+from prefill_operator.engine_watch import EngineWatch
 from prefill_operator.errors import ClusterError, RequestRejected
 from prefill_operator.event_limiter import EventLimiter
 from prefill_operator.event_sink import EventSink
@@ -28,7 +29,6 @@ from prefill_operator.render_policy import RenderPolicy
 from prefill_operator.resources import CHILDREN, NODES, PODS, POOLS, REQUIRED_CHILDREN, PoolKey, Resource
 from prefill_operator.resync import Resync
 from prefill_operator.settings import OperatorSettings, RbacParts
-from prefill_operator.store_watch import StoreWatch
 from prefill_operator.work_queue import WorkQueue
 from prefill_plan.model_spec import released_model_spec
 
@@ -39,14 +39,14 @@ _RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leader:
-    """All of it. `fill` comes first; then `reconciler.work`, `resync.keep`, `stores.keep` and whatever feeds `sink` may run."""
+    """All of it. `fill` comes first; then `reconciler.work`, `resync.keep`, `engines.keep` and whatever feeds `sink` may run."""
 
     resources: tuple[Resource, ...]
     cache: Cache
     queue: WorkQueue[PoolKey]
     sink: EventSink
     drains: Drains
-    stores: StoreWatch
+    engines: EngineWatch
     resync: Resync
     reconciler: Reconciler
 
@@ -83,7 +83,7 @@ def build_leader(
     cache = Cache(settings.signals, has_nodes=NODES in resources)
     queue = WorkQueue[PoolKey](clock=monotonic)
     drains = Drains(engines, on_change=queue.add, clock=clock)
-    stores = StoreWatch(engines, on_change=queue.add)
+    watch = EngineWatch(engines, on_change=queue.add, clock=monotonic)
     resync = Resync(
         cluster,
         cache,
@@ -100,15 +100,15 @@ def build_leader(
         queue=queue,
         sink=EventSink(cache, queue.add, metrics=metrics, on_relist=resync.hurry, clock=monotonic),
         drains=drains,
-        stores=stores,
+        engines=watch,
         resync=resync,
         reconciler=Reconciler(
             cache,
             queue,
-            _build_observer(cache, drains, resources=resources, settings=settings, clock=clock),
+            _build_observer(cache, drains, watch, resources=resources, settings=settings, clock=clock),
             _build_applier(cluster, cache, lease, drains, settings=settings, clock=clock, monotonic=monotonic),
             drains=drains,
-            stores=stores,
+            engines=watch,
             metrics=metrics,
             pool_metrics=PoolMetrics(metrics.registry),
             settings=settings,
@@ -120,6 +120,7 @@ def build_leader(
 def _build_observer(
     cache: Cache,
     drains: Drains,
+    engines: EngineWatch,
     *,
     resources: tuple[Resource, ...],
     settings: OperatorSettings,
@@ -127,7 +128,7 @@ def _build_observer(
 ) -> Observer:
     optional = frozenset(kind for kind in ChildKind if CHILDREN[kind] in resources) - frozenset(REQUIRED_CHILDREN)
     policy, model = RenderPolicy.of(settings), released_model_spec()
-    return Observer(cache, drains, policy=policy, optional_kinds=optional, model=model, clock=clock)
+    return Observer(cache, drains, engines, policy=policy, optional_kinds=optional, model=model, clock=clock)
 
 
 def _build_applier(

@@ -6,9 +6,11 @@ load progress is rounded down to steps of 5 %.
 
 from datetime import UTC, datetime
 
+from prefill_operator.engine_load import PROGRESS_STEPS, progress_step
 from prefill_operator.failures import PodState
 from prefill_operator.fleet import Fleet, PodView
 from prefill_operator.intent import Intent
+from prefill_operator.model import LoadProgress
 
 _SEVERITY = (
     PodState.CONFIG_REJECTED,
@@ -31,7 +33,6 @@ _SEVERITY = (
 """Worst first."""
 
 _MAX_NAMED = 3
-_PROGRESS_STEPS = 20
 
 
 def format_time(seconds: float) -> str:
@@ -94,6 +95,5 @@ def _progress(views: list[PodView]) -> str:
     if not loads:
         return ""
     total = sum(load.total_bytes for load in loads)
-    loaded = min(total, sum(load.loaded_bytes for load in loads))
-    steps = loaded * _PROGRESS_STEPS // total
-    return f" ({total * steps / _PROGRESS_STEPS / 1e9:.0f}/{total / 1e9:.0f} GB)"
+    steps = progress_step(LoadProgress(loaded_bytes=sum(load.loaded_bytes for load in loads), total_bytes=total)) or 0
+    return f" ({total * steps / PROGRESS_STEPS / 1e9:.0f}/{total / 1e9:.0f} GB)"

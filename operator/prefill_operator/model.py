@@ -116,8 +116,9 @@ class ObservedPod:
     disruption_target: str = ""
     """Reason of a DisruptionTarget condition that is True, e.g. DeletionByTaintManager."""
     load: LoadProgress | None = None
+    """Of its weights, while it loads; None = it does not tell."""
     backlog_milliseconds: float | None = None
-    """The engine's predicted wait, if known."""
+    """Until its engine is through with what it has, by the engine's own word; None = unknown, e.g. since a restart of ours."""
     plan_hash: str = ""
     is_store_degraded: bool = False
     """From the annotation: its engine serves without the KV store."""
@@ -160,6 +161,24 @@ class ObservedChild:
     message: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLoad:
+    """Of a VEPool's encoders, rounded (engine_load.pool_load)."""
+
+    pending_patches: int
+    patches_per_second: int
+    imbalance: str
+    """Largest over mean pending patches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceNote:
+    """What is wrong with the pool that this one names. It informs only."""
+
+    text: str
+    is_missing: bool = False
+
+
 class RefusalReason(StrEnum):
     QUOTA_EXCEEDED = "QuotaExceeded"
     INVALID_OVERLAY = "InvalidOverlay"
@@ -191,6 +210,9 @@ class Observed:
     create_refusal: CreateRefusal | None = None
     config_refusal: str = ""
     """Why rendering refused a part of the overlay; then no pod is created."""
+    reference: ReferenceNote | None = None
+    load: PoolLoad | None = None
+    """None: not a VEPool, or not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -211,6 +211,7 @@ class EventReason(StrEnum):
     QUOTA_EXCEEDED = "QuotaExceeded"
     LARGE_SCALE_DOWN = "LargeScaleDown"
     ROLLOUT_COMPLETE = "RolloutComplete"
+    REFERENCE_MISSING = "ReferenceMissing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """One pool as the planner sees it, put together from the cache: pods, nodes, children, plan, and what the children shall be.
 
-Pure but for what it reads: the cache, the drains of this process and the pool's memory. Called once per pass by reconcile.py.
+Pure but for what it reads: the cache, the drains of this process, what engines told it, and the pool's memory. Called once per
+pass by reconcile.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,14 +13,25 @@ from prefill_operator.api import Pool
 from prefill_operator.cache import Cache, ChildRecord
 from prefill_operator.children import desired_children
 from prefill_operator.drain import Drains
+from prefill_operator.engine_watch import EngineWatch
 from prefill_operator.errors import PoolInvalid
 from prefill_operator.intent import read_intent
 from prefill_operator.manifest import Manifest, is_current
-from prefill_operator.model import ChildKind, CreatePod, Observed, ObservedChild, ObservedNode, ObservedPod, PodPhase
+from prefill_operator.model import (
+    ChildKind,
+    CreatePod,
+    Observed,
+    ObservedChild,
+    ObservedNode,
+    ObservedPod,
+    PodPhase,
+    ReferenceNote,
+)
 from prefill_operator.names import EP_FLOOR_ANNOTATION, PodIdentity, pod_name
 from prefill_operator.plan import PoolPlan, parse_floor, plan_pool
 from prefill_operator.pod_reading import PodRecord
 from prefill_operator.pool_memory import PoolMemory
+from prefill_operator.references import judge_reference, referred_pool
 from prefill_operator.render_objects import render_object
 from prefill_operator.render_pod import render_pod
 from prefill_operator.render_policy import RenderPolicy
@@ -64,6 +76,7 @@ class Observer:
         self,
         cache: Cache,
         drains: Drains,
+        engines: EngineWatch,
         *,
         policy: RenderPolicy,
         optional_kinds: frozenset[ChildKind],
@@ -72,6 +85,7 @@ class Observer:
     ) -> None:
         self._cache = cache
         self._drains = drains
+        self._engines = engines
         self._policy = policy
         self._optional_kinds = optional_kinds
         self._model = model
@@ -96,12 +110,21 @@ class Observer:
             optional_kinds=self._optional_kinds - {ChildKind.HPA},
             create_refusal=memory.create_refusal,
             config_refusal=blueprint.refusal,
+            reference=self._judge_reference(pool),
+            load=self._engines.pool_load(key),
         )
         return View(observed=observed, plan=blueprint.plan, children=blueprint.children)
 
     def forget(self, key: PoolKey) -> None:
         """The pool is gone."""
         self._blueprints.pop(key, None)
+
+    def _judge_reference(self, pool: Pool) -> ReferenceNote | None:
+        named = referred_pool(pool)
+        record = None if named is None else self._cache.pool(named)
+        if named is None or (record is not None and record.pool is None):
+            return None  # a pool that is there but cannot be read says so itself
+        return judge_reference(pool, named, None if record is None else record.pool)
 
     def _blueprint(
         self, key: PoolKey, pool: Pool, pods: list[ObservedPod], nodes: tuple[ObservedNode, ...] | None
@@ -134,12 +157,15 @@ class Observer:
         drain = self._drains.state(pod.observed.uid) if pod.observed.draining_since is not None else None
         is_foreign = is_foreign_pod(pod, pool)
         gpus = pod.extended.get(resource, 0)
-        if not (drain or is_foreign or gpus):
+        backlog, load = self._engines.backlog_milliseconds(pod.observed.uid), self._engines.progress(pod.observed.uid)
+        if not (drain or is_foreign or gpus or backlog is not None or load):
             return pod.observed
         return replace(
             pod.observed,
             gpus=gpus,
             foreign=is_foreign,
+            load=load,
+            backlog_milliseconds=backlog,
             drain_done=drain.done if drain else False,
             drain_unreachable_since=drain.unreachable_since if drain else None,
         )

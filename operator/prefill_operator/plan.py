@@ -15,7 +15,14 @@ from prefill_operator.api_status import PlannedEngram, PlanSource
 from prefill_operator.gpu_products import gpu_bytes
 from prefill_operator.model import ObservedNode
 from prefill_operator.names import Reason
-from prefill_operator.pool_api import DEFAULT_TOKENS_PER_GPU, Architecture, EngramPlacement, PrefillPoolSpec
+from prefill_operator.pool_api import (
+    DEFAULT_TOKENS_PER_GPU,
+    Architecture,
+    EngramPlacement,
+    PrefillPoolSpec,
+    VisionSource,
+)
+from prefill_operator.pool_vision import vision_gpu_bytes, vision_shm_bytes
 from prefill_operator.quantity import quantity_bytes
 from prefill_operator.revision import digest_json, revision_hash
 from prefill_operator.ve_api import VEPoolSpec
@@ -120,8 +127,11 @@ def planner_inputs_hash(spec: PrefillPoolSpec) -> str:
     pools = (spec.kv_cache.host_pool, spec.kv_cache.swa_pool)
     sizes = (spec.gpu.reserved, *pools, spec.engine.memory_per_gpu, spec.engine.extra_shm)
     optional = (spec.gpu.memory, spec.gpu.host_memory_per_node, spec.kv_cache.budget_per_gpu)
+    # Absent where nobody encodes images, so that pools from before this field keep their EP floor.
+    vision = {} if spec.vision.mode is VisionSource.NONE else {"vision": [spec.vision.mode, vision_shm_bytes(spec)]}
     return digest_json(
         {
+            **vision,
             "model": [spec.model.architecture, spec.model.name, spec.model.revision, spec.model.manifest_sha256],
             "device": [spec.engine.device, spec.cpu.pretend_gpus],
             "gpu": [spec.gpu.product, spec.gpu.per_node],
@@ -277,7 +287,7 @@ def plan_settings(spec: PrefillPoolSpec, model: ModelSpec) -> PlanSettings:
         pool_tokens=max(tokens, spec.context.max_tokens),
         keep_tokens=spec.context.keep_tokens,
         rollback_tokens=spec.context.max_rollback_tokens,
-        reserved_bytes=quantity_bytes(spec.gpu.reserved),
+        reserved_bytes=quantity_bytes(spec.gpu.reserved) + vision_gpu_bytes(spec),
     )
 
 
@@ -294,7 +304,7 @@ def _engram_places(placement: EngramPlacement) -> tuple[EngramPlace, ...]:
 def _host_bytes(spec: PrefillPoolSpec, memory: MemoryPlan) -> int:
     pools = quantity_bytes(spec.kv_cache.host_pool) + quantity_bytes(spec.kv_cache.swa_pool)
     engine = memory.ep_size * quantity_bytes(spec.engine.memory_per_gpu)
-    return memory.host_bytes + pools + quantity_bytes(spec.engine.extra_shm) + engine
+    return memory.host_bytes + pools + quantity_bytes(spec.engine.extra_shm) + vision_shm_bytes(spec) + engine
 
 
 def _check_host(spec: PrefillPoolSpec, memory: MemoryPlan) -> tuple[str, bool]:

@@ -72,6 +72,14 @@ class KvdTransportKind(StrEnum):
     NIXL = "NIXL"
 
 
+class VisionSource(StrEnum):
+    """Who encodes images; the API's words for prefill_plan.config.VisionMode."""
+
+    NONE = "None"
+    REMOTE = "Remote"
+    IN_ENGINE = "InEngine"
+
+
 class SecretKeyRef(ApiStruct):
     name: str
     key: str = "token"
@@ -231,6 +239,21 @@ class KvdSpec(ApiStruct):
     memory: ByteQuantity = "16Gi"
 
 
+class VEPoolRef(ApiStruct):
+    name: str
+
+
+class PoolVisionSpec(ApiStruct):
+    mode: VisionSource = VisionSource.NONE
+    ve_pool_ref: VEPoolRef | None = None
+    endpoints: tuple[str, ...] = ()
+    """host:port. Exactly one of the two is set with Remote, none otherwise."""
+    numerics_class: str | None = None
+    """None = that of the PE's own device."""
+    rows_pool: ByteQuantity = "512Mi"
+    image_seconds: int = 10
+
+
 class NetworkSpec(ApiStruct):
     host_network: bool = False
     rdma_resource_name: str | None = None
@@ -268,6 +291,7 @@ class PrefillPoolSpec(ApiStruct):
     quota: QuotaSpec = QuotaSpec()
     autoscaling: PoolAutoscaling | None = None
     kvd: KvdSpec = KvdSpec()
+    vision: PoolVisionSpec = PoolVisionSpec()
     rollout: RolloutSpec = RolloutSpec()
     lifecycle: LifecycleSpec = LifecycleSpec()
     scheduling: SchedulingSpec = SchedulingSpec()

@@ -14,9 +14,11 @@ from prefill_operator.pool_api import (
     KvdStore,
     KvdTransportKind,
     ModelSource,
+    PoolVisionSpec,
     PrefillPoolSpec,
     RedundancyMode,
     ThreeFSSource,
+    VisionSource,
     WeightsMountMode,
 )
 from prefill_operator.quantity import quantity_bytes
@@ -247,6 +249,19 @@ PREFILL_RULES: tuple[Rule[PrefillPoolSpec], ...] = (
         holds=lambda spec: not spec.kvd.transport.require_rdma or spec.kvd.transport.kind is KvdTransportKind.NIXL,
     ),
     Rule(
+        path="spec.vision",
+        message="exactly one of vePoolRef and endpoints with mode Remote",
+        holds=lambda spec: spec.vision.mode is not VisionSource.REMOTE or _num_encoder_sources(spec.vision) == 1,
+    ),
+    Rule(
+        path="spec.vision",
+        message="vePoolRef, endpoints and numericsClass are only allowed with mode Remote",
+        holds=lambda spec: (
+            spec.vision.mode is VisionSource.REMOTE
+            or (_num_encoder_sources(spec.vision) == 0 and spec.vision.numerics_class is None)
+        ),
+    ),
+    Rule(
         path="spec.rollout",
         message="maxSurge and maxUnavailable must not both be 0",
         holds=lambda spec: can_roll(spec.rollout),
@@ -273,6 +288,10 @@ def _is_mounted_by_us(source: ThreeFSSource | None) -> bool:
 
 def _connection(source: ThreeFSSource | None) -> tuple[object, ...]:
     return () if source is None else (source.image, source.cluster_id, source.mgmtd_addresses, source.token_secret_ref)
+
+
+def _num_encoder_sources(vision: PoolVisionSpec) -> int:
+    return (vision.ve_pool_ref is not None) + bool(vision.endpoints)
 
 
 def _usrbio_only(kvd: KvdSpec) -> tuple[object, ...]:

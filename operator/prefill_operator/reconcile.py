@@ -19,8 +19,9 @@ from prefill_operator.cache import Cache, PoolRecord
 from prefill_operator.conditions import refuse_conditions
 from prefill_operator.decide import decide
 from prefill_operator.drain import Drains
+from prefill_operator.engine_watch import EngineWatch, WatchedEngine
 from prefill_operator.errors import ClusterUnavailable, LeaseLost
-from prefill_operator.model import Decision, seconds_since
+from prefill_operator.model import Decision, PodPhase, seconds_since
 from prefill_operator.names import Kind
 from prefill_operator.observe import Observer, is_foreign_pod
 from prefill_operator.operator_metrics import OperatorMetrics
@@ -30,7 +31,6 @@ from prefill_operator.pool_memory import PoolMemory
 from prefill_operator.pool_metrics import PoolMetrics
 from prefill_operator.resources import PoolKey
 from prefill_operator.settings import OperatorSettings
-from prefill_operator.store_watch import StoreWatch, WatchedEngine
 from prefill_operator.work_queue import WorkQueue
 from prefill_plan.errors import PrefillError
 
@@ -51,7 +51,7 @@ class Reconciler:
         applier: Applier,
         *,
         drains: Drains,
-        stores: StoreWatch,
+        engines: EngineWatch,
         metrics: OperatorMetrics,
         pool_metrics: PoolMetrics,
         settings: OperatorSettings,
@@ -62,7 +62,7 @@ class Reconciler:
         self._observer = observer
         self._applier = applier
         self._drains = drains
-        self._stores = stores
+        self._engines = engines
         self._metrics = metrics
         self._pool_metrics = pool_metrics
         self._settings = settings
@@ -106,7 +106,7 @@ class Reconciler:
             return
         memory.drop_old(self._clock())
         self._resume_drains(key, pool)
-        self._watch_stores(key, pool)
+        self._watch_engines(key, pool)
         view = self._observer.observe(key, pool, memory)
         decision = decide(view.observed, view.plan, self._settings.times)
         target = Target(key=key, pool=pool, plan=view.plan, memory=memory, children=view.children)
@@ -142,6 +142,9 @@ class Reconciler:
             allowed = memory.status_written_at + self._settings.status_seconds
             if now >= allowed or now < memory.status_written_at:
                 await self._applier.write_status(target, decision.status)
+                # The answer is in the cache by now, so its event will say nothing new.
+                for key in self._cache.referrers(target.key):
+                    self._queue.add(key)
             else:
                 due.append(allowed)
         self._wake_at(target.key, min((when for when in due if when is not None), default=None))
@@ -163,7 +166,7 @@ class Reconciler:
             if _may_open_gate(pod):
                 await self._applier.open_gate(target, pod)
                 num_writes += 1
-            is_degraded = self._stores.is_degraded(pod.observed.uid)
+            is_degraded = self._engines.is_degraded(pod.observed.uid)
             if is_degraded is not None and is_degraded != pod.observed.is_store_degraded:
                 await self._applier.note_store(target, pod, is_degraded=is_degraded)
                 num_writes += 1
@@ -179,16 +182,20 @@ class Reconciler:
                 left = max(0.0, pool.spec.lifecycle.drain_timeout_seconds - elapsed)
                 self._drains.begin(pod.observed.uid, pool=key, address=pod.address, timeout_seconds=left)
 
-    def _watch_stores(self, key: PoolKey, pool: Pool) -> None:
-        """Engines that could lose a KV store are asked for it while they serve."""
-        engines = {}
-        if isinstance(pool.spec, PrefillPoolSpec) and pool.spec.kvd.enabled:
-            engines = {
-                pod.observed.uid: WatchedEngine(address=pod.address, is_degraded=pod.observed.is_store_degraded)
-                for pod in self._cache.pods(key)
-                if _may_ask_for_store(pod) and not is_foreign_pod(pod, pool)
-            }
-        self._stores.keep_only(key, engines)
+    def _watch_engines(self, key: PoolKey, pool: Pool) -> None:
+        """Engines that run and are not on their way out are asked for what only they know."""
+        has_store = isinstance(pool.spec, PrefillPoolSpec) and pool.spec.kvd.enabled
+        engines = {
+            pod.observed.uid: WatchedEngine(
+                address=pod.address,
+                has_store=has_store and pod.containers_ready,
+                is_degraded=pod.observed.is_store_degraded,
+                is_loading=not pod.containers_ready,
+            )
+            for pod in self._cache.pods(key)
+            if _may_ask(pod) and not is_foreign_pod(pod, pool)
+        }
+        self._engines.keep_only(key, engines)
 
     async def _refuse(self, record: PoolRecord) -> None:
         """Says in the status why a spec cannot be used; pods are left as they are."""
@@ -216,7 +223,7 @@ class Reconciler:
         self._observer.forget(key)
         self._applier.forget(key)
         self._drains.keep_only(key, ())
-        self._stores.keep_only(key, {})
+        self._engines.keep_only(key, {})
         self._pool_metrics.forget(key)
 
     def _wake_at(self, key: PoolKey, when: float | None) -> None:
@@ -235,9 +242,10 @@ def _may_open_gate(pod: PodRecord) -> bool:
     return pod.has_gate and pod.containers_ready and seen.gate is not True and seen.draining_since is None
 
 
-def _may_ask_for_store(pod: PodRecord) -> bool:
+def _may_ask(pod: PodRecord) -> bool:
     seen = pod.observed
-    return bool(pod.address) and pod.containers_ready and seen.draining_since is None and seen.terminating_since is None
+    is_staying = seen.draining_since is None and seen.terminating_since is None
+    return bool(pod.address) and seen.phase is PodPhase.RUNNING and not seen.waiting_reason and is_staying
 
 
 def _known_status(kind: Kind, body: dict[str, Any]) -> PoolStatus | VEPoolStatus:

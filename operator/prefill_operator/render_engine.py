@@ -9,6 +9,7 @@ from prefill_operator.manifest import Manifest
 from prefill_operator.names import ENGINE_CONTAINER
 from prefill_operator.plan import PoolPlan
 from prefill_operator.pool_api import PrefillPoolSpec
+from prefill_operator.pool_vision import vision_shm_bytes
 from prefill_operator.ports import HANDOFF_PORT, HANDOFF_PORT_NAME
 from prefill_operator.quantity import quantity_bytes, quantity_value
 from prefill_operator.render_container import (
@@ -23,6 +24,7 @@ from prefill_operator.render_container import (
 )
 from prefill_operator.render_volumes import MountedVolume
 from prefill_plan.config import Device
+from prefill_plan.kvd_config import JOURNAL_ROOM_BYTES
 
 ENGINE_SERVICE = "pe.v1.PrefillEngine"
 
@@ -41,6 +43,7 @@ _RESERVED_SETTINGS = (
     "server.metrics_port",
     "server.port",
     "server.probe_port",
+    "vision.",
 )
 
 
@@ -71,11 +74,12 @@ def render_engine(spec: PrefillPoolSpec, plan: PoolPlan, volumes: tuple[MountedV
 
 
 def engine_memory_bytes(spec: PrefillPoolSpec, plan: PoolPlan) -> int:
-    """Host memory of the engine container: its processes, the Engram copy, and the pools unless kvd holds them."""
+    """Host memory of the engine container: its processes, the Engram copy, rows of images, and the pools unless kvd holds
+    them."""
     processes = plan.ep * quantity_bytes(spec.engine.memory_per_gpu)
     engram = plan.memory.host_bytes if plan.memory is not None else 0
     pools = 0 if spec.kvd.enabled else pool_bytes(spec)
-    return processes + engram + pools + quantity_bytes(spec.engine.extra_shm)
+    return processes + engram + pools + quantity_bytes(spec.engine.extra_shm) + vision_shm_bytes(spec)
 
 
 def pool_bytes(spec: PrefillPoolSpec) -> int:
@@ -91,11 +95,14 @@ def kvd_memory_bytes(spec: PrefillPoolSpec) -> int:
 
 
 def shm_text(spec: PrefillPoolSpec) -> str:
-    return memory_text(pool_bytes(spec) + quantity_bytes(spec.engine.extra_shm))
+    """Size of the pod's /dev/shm: the pools, rows of images, and extraShm. A pool of kvd needs room for its lease journal beside
+    it, whatever extraShm says."""
+    extra = max(quantity_bytes(spec.engine.extra_shm), 2 * JOURNAL_ROOM_BYTES if spec.kvd.enabled else 0)
+    return memory_text(pool_bytes(spec) + extra + vision_shm_bytes(spec))
 
 
-def check_arguments(arguments: tuple[str, ...], *, field: str) -> None:
-    """Raises PoolInvalid for an argument that would replace one of the operator's."""
+def check_arguments(arguments: tuple[str, ...], *, field: str, reserved: tuple[str, ...] = _RESERVED_SETTINGS) -> None:
+    """Raises PoolInvalid for an argument that would replace one of the operator's. reserved: beginnings of settings."""
     previous = ""
     for index, argument in enumerate(arguments):
         option, _, value = argument.partition("=")
@@ -103,7 +110,7 @@ def check_arguments(arguments: tuple[str, ...], *, field: str) -> None:
         if option in _RESERVED_OPTIONS:
             raise PoolInvalid(where, value=argument, rule="is set by the operator")
         setting = value if option == "--set" else argument if previous == "--set" else ""
-        if setting.startswith(_RESERVED_SETTINGS):
+        if setting.startswith(reserved):
             raise PoolInvalid(where, value=setting, rule="is set by the operator, from other fields of the spec")
         previous = argument
 

@@ -24,7 +24,7 @@ from prefill_operator.overlay import apply_overlay
 from prefill_operator.plan import PoolPlan
 from prefill_operator.pool_api import KvdStore, MountMode, PrefillPoolSpec
 from prefill_operator.render_container import grace_seconds, pod_security
-from prefill_operator.render_encoder import ENCODER_SHM, render_encoder
+from prefill_operator.render_encoder import encoder_shm_text, render_encoder
 from prefill_operator.render_engine import render_engine, shm_text
 from prefill_operator.render_placement import render_placement
 from prefill_operator.render_policy import RenderPolicy
@@ -139,7 +139,7 @@ def _engine_parts(spec: PrefillPoolSpec, plan: PoolPlan, config: MountedVolume, 
 
 def _encoder_parts(spec: VEPoolSpec, config: MountedVolume, policy: RenderPolicy) -> Manifest:
     model = ve_model_volume(spec.model.source, policy, pull_policy=str(spec.encoder.image_pull_policy))
-    volumes = (config, model, shm_volume(ENCODER_SHM), tmp_volume(ENCODER_CONTAINER))
+    volumes = (config, model, shm_volume(encoder_shm_text(spec)), tmp_volume(ENCODER_CONTAINER))
     return {"containers": [render_encoder(spec, volumes)], "volumes": _unique(list(volumes))}
 
 

@@ -43,6 +43,7 @@ CHANGE_CLASSES: Mapping[str, ChangeClass] = MappingProxyType(
         "context": ChangeClass.ROLL,
         "kv_cache": ChangeClass.ROLL,
         "kvd": ChangeClass.ROLL,
+        "vision": ChangeClass.ROLL,
         "engine": ChangeClass.ROLL,
         "encoder": ChangeClass.ROLL,
         "batching": ChangeClass.ROLL,
@@ -59,6 +60,7 @@ CHANGE_CLASSES: Mapping[str, ChangeClass] = MappingProxyType(
         "autoscaling": ChangeClass.AT_ONCE,
         "rollout": ChangeClass.AT_ONCE,
         "balancing": ChangeClass.AT_ONCE,
+        "balancing.max_pending_patches_per_ve": ChangeClass.ROLL,
         "prefill_pool_ref": ChangeClass.AT_ONCE,
     }
 )
@@ -66,7 +68,7 @@ CHANGE_CLASSES: Mapping[str, ChangeClass] = MappingProxyType(
 
 _QUANTITIES = frozenset(
     {"memory", "reserved", "host_memory_per_node", "budget_per_gpu", "host_pool", "swa_pool", "memory_per_gpu"}
-    | {"extra_shm", "pool_size", "size_limit", "requests", "limits"}
+    | {"extra_shm", "rows_pool", "pool_size", "size_limit", "requests", "limits"}
 )
 
 

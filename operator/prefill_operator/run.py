@@ -108,7 +108,7 @@ class _Process:
         leader = preparing.result()
         self._health.set_filled(leader.resync)
         workers = [self._start(leader.reconciler.work(), f"worker {i}") for i in range(self._settings.workers)]
-        feeders = [self._start(leader.resync.keep(), "resync"), self._start(leader.stores.keep(), "stores")]
+        feeders = [self._start(leader.resync.keep(), "resync"), self._start(leader.engines.keep(), "engines")]
         writers = [*workers, *feeders, keeping]
         watching = self._start(self._watch(leader), "watches")
         await asyncio.wait([stop, watching, *writers], return_when=asyncio.FIRST_COMPLETED)

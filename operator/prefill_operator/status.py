@@ -8,6 +8,7 @@ from collections import Counter
 import msgspec
 
 from prefill_operator.api_status import (
+    LoadStatus,
     PlanStatus,
     PoolStatus,
     RedundancyStatus,
@@ -16,6 +17,7 @@ from prefill_operator.api_status import (
     VEPoolStatus,
 )
 from prefill_operator.conditions import Findings, build_conditions
+from prefill_operator.engine_load import load_status
 from prefill_operator.failures import PodState
 from prefill_operator.fleet import Fleet, PodView
 from prefill_operator.ledger import Ledger
@@ -28,7 +30,8 @@ _MAX_TEXT = 512
 
 
 def build_status(findings: Findings, ledger: Ledger) -> PoolStatus | VEPoolStatus:
-    """The whole status; from the one before come only transition times, the last complete revision and a VE pool's load."""
+    """The whole status; from the one before come only transition times, the last complete revision, and a VE pool's load
+    while nothing newer is known."""
     if isinstance(findings.observed.pool.status, VEPoolStatus):
         return _encoder_status(findings, findings.observed.pool.status)
     return _prefill_status(findings, findings.observed.pool.status, ledger)
@@ -77,11 +80,19 @@ def _encoder_status(findings: Findings, previous: VEPoolStatus) -> VEPoolStatus:
         current_revision=_current_revision(findings, update),
         update_revision=update,
         redundancy=_redundancy(findings),
-        load=previous.load,
+        load=_encoder_load(findings, previous),
         conditions=build_conditions(findings, previous.conditions),
         unhealthy_ves=tuple(_unhealthy(view) for view in troubled_views(fleet)[:_MAX_UNHEALTHY]),
         not_watched=_not_watched(findings),
     )
+
+
+def _encoder_load(findings: Findings, previous: VEPoolStatus) -> LoadStatus | None:
+    """None when no VE serves: nothing is waiting there, and nobody could be asked."""
+    if not findings.fleet.num_serving:
+        return None
+    observed = findings.observed
+    return load_status(previous.load, observed.load, now=format_time(observed.now))
 
 
 def _redundancy(findings: Findings) -> RedundancyStatus:

@@ -58,12 +58,13 @@ class BatchingSpec(ApiStruct):
     max_patches_per_batch: int = 16_384
     max_patches_per_image: int = 9_216
     """9,216 = 1,024 tokens of 9 patches."""
-    max_delay_milliseconds: int = 5
+    max_delay_milliseconds: int = 2
 
 
 class BalancingSpec(ApiStruct):
     policy: BalancingPolicy = BalancingPolicy.LEAST_PENDING
-    max_pending_patches_per_ve: int = 262_144
+    max_pending_patches_per_ve: int | None = None
+    """None = four full batches (EncoderConfig.max_queued_patches)."""
 
 
 class VEQuotaSpec(ApiStruct):

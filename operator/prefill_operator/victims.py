@@ -28,6 +28,7 @@ class NodeChoice:
 def order_for_scale_down(views: Iterable[PodView], placement: Placement) -> Iterator[PodView]:
     """Not Ready first, then old revisions, then the PE whose removal helps placement, then least backlog.
 
+    An engine whose backlog is unknown goes before those that tell theirs: it is new, or does not answer.
     Each is chosen as if those before it were gone, so that several at once help placement as much as one by one.
     """
     left = list(views)

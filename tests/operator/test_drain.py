@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from prefill_operator.drain import Drains, DrainState
+from prefill_operator.names import Kind
 from prefill_operator.resources import PoolKey
 from prefill_testing.fake_cluster import FakeEngines
 from prefill_testing.in_loop import in_loop
@@ -20,6 +21,20 @@ async def test_finished_drain_is_told_once() -> None:
 
     assert drains.state("u1") == DrainState(done=True)
     assert changed == [KEY]
+    await drains.close()
+
+
+@in_loop
+async def test_each_kind_is_called_by_its_own_service() -> None:
+    engines = FakeEngines()
+    changed: list[PoolKey] = []
+    drains = Drains(engines, on_change=changed.append)
+    for kind in Kind:
+        key = PoolKey(kind=kind, namespace="ns", name="flash")
+        drains.begin(str(kind), pool=key, address="10.0.0.1:50051", timeout_seconds=5.0)
+    await _until(lambda: len(changed) == 2)
+
+    assert engines.kinds == list(Kind)
     await drains.close()
 
 

@@ -250,7 +250,7 @@ def test_encoder_config_says_how_to_batch() -> None:
 
     assert config.batching.max_patches_per_batch == 20_000
     assert config.max_queued_patches == 80_000
-    assert json.loads(balancing_json(pool.spec)) == {"policy": "RoundRobin", "max_pending_patches_per_ve": 262_144}
+    assert json.loads(balancing_json(pool.spec)) == {"policy": "RoundRobin", "max_pending_patches_per_ve": 80_000}
 
 
 def test_encoder_reads_what_we_write_with_the_arguments_we_give(tmp_path: Path) -> None:

@@ -41,6 +41,15 @@ def test_kvd_shares_memory_and_socket_with_the_engine() -> None:
     assert sidecar["startupProbe"]["grpc"] == {"port": 50054, "service": "kvd"}
 
 
+@pytest.mark.parametrize(
+    ("extra", "enabled", "more_mib"), [("0", True, 4), ("1Mi", True, 4), ("8Mi", True, 8), ("0", False, 0)]
+)
+def test_pool_of_kvd_has_room_for_its_journal_whatever_extra_shm_says(extra: str, enabled: bool, more_mib: int) -> None:
+    kvd = {"enabled": enabled, "image": "kvd:1", "memory": "1Gi"}
+    pod = pod_of(pool_of(PREFILL_BODY, {"kvd": kvd, "engine": {"extraShm": extra}}))
+    assert volume_of(pod, "shm")["emptyDir"]["sizeLimit"] == f"{80 * 1024 + more_mib}Mi"
+
+
 def test_kvd_takes_the_pools_from_the_engines_memory() -> None:
     without = container_of(pod_of(pool_of(PREFILL_BODY)), "engine")["resources"]["limits"]["memory"]
     spec = {"kvd": {"enabled": True, "image": "kvd:1", "memory": "1Gi"}}

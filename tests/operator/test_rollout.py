@@ -259,6 +259,27 @@ def test_scale_down_by_two_at_once_counts_the_first_as_gone(
     assert sorted(pod.incarnation for pod in cluster.serving) == kept
 
 
+@pytest.mark.parametrize(
+    ("backlogs", "kept"),
+    [
+        ((300.0, 100.0, 200.0, 400.0), [1, 4]),
+        ((300.0, None, 200.0, 100.0), [1, 3]),
+        ((None, None, None, None), [1, 2]),
+        ((0.0, 0.0, 0.0, 0.0), [1, 2]),
+    ],
+    ids=["known", "one is silent", "unknown", "idle"],
+)
+def test_scale_down_takes_the_least_backlog_where_placement_does_not_care(
+    backlogs: tuple[float | None, ...], kept: list[int]
+) -> None:
+    cluster = running(make_spec(replicas=4))
+    for number, backlog in enumerate(backlogs, start=1):
+        cluster.change(cluster.name_of(number), node="gpu-0", backlog_milliseconds=backlog)
+    cluster.edit(replicas=2)
+    cluster.settle()
+    assert sorted(pod.incarnation for pod in cluster.serving) == kept
+
+
 def test_scale_down_of_nearly_everything_is_a_slope_and_an_event() -> None:
     """k8s.md 2 row 33."""
     cluster = running(make_spec(replicas=8, lifecycle=LifecycleSpec(max_concurrent_loads=0, max_concurrent_drains=2)))

@@ -7,13 +7,15 @@ import asyncio
 import copy
 import json
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlencode
 
 from prefill_operator.cluster import translate_error
+from prefill_operator.engine_load import EngineReport
 from prefill_operator.engine_wire import LoadState
 from prefill_operator.errors import ClusterUnavailable, ObjectMissing
-from prefill_operator.names import ACCEPTING_GATE, MANAGED_BY, MANAGED_BY_LABEL
+from prefill_operator.names import ACCEPTING_GATE, MANAGED_BY, MANAGED_BY_LABEL, Kind
 from prefill_operator.resources import NODES, PODS, Json, Resource
 from prefill_testing.fake_api import APPLY, MERGE, STRATEGIC, FakeApi
 
@@ -137,6 +139,13 @@ class FakeNodes:
         pod = next(pod for pod in self.pods() if pod["metadata"]["name"] == name)
         self._api.put(PODS, {**pod, "status": {**pod["status"], **status}})
 
+    def lose_readiness(self, name: str) -> None:
+        """The pod's containers are not ready any more; no pod becomes Ready from now on."""
+        self.starts_ready = False
+        pod = next(pod for pod in self.pods() if pod["metadata"]["name"] == name)
+        kept = [item for item in pod["status"]["conditions"] if item["type"] not in ("ContainersReady", "Ready")]
+        self.change_pod(name, {"conditions": kept})
+
     def _bind(self, pod: Json) -> None:
         wanted = _gpus_of(pod)
         for node in self._api.all(NODES):
@@ -182,14 +191,23 @@ class FakeEngines:
     def __init__(self) -> None:
         self.calls: list[tuple[str, float]] = []
         """Address and time-out of each Drain."""
+        self.kinds: list[Kind] = []
+        """Of the pool of each Drain."""
         self.done = asyncio.Event()
         """Drains report done once this is set."""
         self.done.set()
         self.is_unreachable = False
         self.states: dict[str, LoadState] = {}
         """By address; READY where none is given."""
+        self.reports: dict[str, EngineReport] = {}
+        """By address, but for the state; idle where none is given."""
+        self.silent: set[str] = set()
+        """Addresses that do not answer."""
+        self.asked: list[tuple[str, Kind]] = []
+        """Address and kind of pool of each report."""
 
-    async def drain(self, address: str, *, timeout_seconds: float) -> AsyncIterator[bool]:
+    async def drain(self, address: str, *, kind: Kind, timeout_seconds: float) -> AsyncIterator[bool]:
+        self.kinds.append(kind)
         self.calls.append((address, timeout_seconds))
         if self.is_unreachable:
             raise ConnectionError("UNAVAILABLE: connection refused")
@@ -198,10 +216,12 @@ class FakeEngines:
         await self.done.wait()
         yield True
 
-    async def load_state(self, address: str) -> LoadState:
-        if self.is_unreachable:
+    async def report(self, address: str, *, kind: Kind) -> EngineReport:
+        if self.is_unreachable or address in self.silent:
             raise ConnectionError("UNAVAILABLE: connection refused")
-        return self.states.get(address, LoadState.READY)
+        self.asked.append((address, kind))
+        told = self.reports.get(address, EngineReport(backlog_milliseconds=0.0))
+        return replace(told, state=self.states.get(address, LoadState.READY))
 
 
 def _gpus_of(pod: Json) -> int:

@@ -127,6 +127,14 @@ class OperatorRig:
             await self.settle()
             await self.advance(seconds)
 
+    async def ask_engines(self, *, times: int = 1) -> None:
+        """Rounds in which every engine that is watched is asked; what comes of them is settled."""
+        for _ in range(times):
+            for uid in self.leader.engines.uids:
+                await self.leader.engines.look(uid)
+            self.leader.engines.sum_up()
+        await self.run(2)
+
     async def advance(self, seconds: float) -> None:
         """Time passes; the Lease is renewed meanwhile."""
         self.clock.now += seconds

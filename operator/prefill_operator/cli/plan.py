@@ -20,7 +20,8 @@ from prefill_operator.intent import Intent, read_intent
 from prefill_operator.model import OperatorTimes
 from prefill_operator.names import Reason, config_map_name
 from prefill_operator.plan import EP_STEPS, PoolPlan, plan_settings
-from prefill_operator.pool_api import AvailabilitySpec, PrefillPoolSpec
+from prefill_operator.pool_api import AvailabilitySpec, PrefillPoolSpec, VisionSource
+from prefill_operator.pool_vision import encoder_endpoints, rows_bytes, vision_gpu_bytes, vision_settings
 from prefill_operator.quantity import quantity_bytes
 from prefill_operator.render_engine import engine_memory_bytes, kvd_memory_bytes, shm_text
 from prefill_operator.render_pod import refusal_text
@@ -75,6 +76,7 @@ def _as_json(pool: Pool, plan: PoolPlan, refusal: str) -> dict[str, Any]:
         "total": targets.total,
         "gpus": targets.total * plan.gpus,
         "expectedAvailability": targets.availability,
+        "vision": vision_settings(pool.spec).get("vision") if isinstance(pool.spec, PrefillPoolSpec) else None,
     }
 
 
@@ -90,6 +92,7 @@ def _lines(pool: Pool, plan: PoolPlan, refusal: str) -> Iterator[str]:
     yield from _sums(pool)
     if isinstance(pool.spec, PrefillPoolSpec):
         yield from _memory_lines(pool.spec, plan)
+        yield from _vision_lines(pool.spec)
     yield _row("plan hash", plan.hash)
     yield _row("revision", f"{plan.revision}, ConfigMap {config_map_name(pool.kind, pool.name, plan.revision)}")
     for sized in offline_sizes(pool):
@@ -149,6 +152,20 @@ def _memory_lines(spec: PrefillPoolSpec, plan: PoolPlan) -> Iterator[str]:
     if spec.gpu.host_memory_per_node is not None:
         text += f", limit {quantity_bytes(spec.gpu.host_memory_per_node) / 1e9:.1f} GB"
     yield _row("host memory", f"{text}; /dev/shm {shm_text(spec)}")
+
+
+def _vision_lines(spec: PrefillPoolSpec) -> Iterator[str]:
+    vision = spec.vision
+    if vision.mode is VisionSource.NONE:
+        return
+    whom = "an encoder inside each PE"
+    if vision.ve_pool_ref is not None:
+        whom = f"VEPool {vision.ve_pool_ref.name} ({', '.join(encoder_endpoints(vision))})"
+    elif vision.endpoints:
+        whom = ", ".join(vision.endpoints)
+    on_gpu = vision_gpu_bytes(spec)
+    gpu = f"; {on_gpu / 1e9:.1f} GB per GPU, inside reserved" if on_gpu else ""
+    yield _row("images", f"{whom}; rows {rows_bytes(spec) >> 20}Mi of /dev/shm; {vision.image_seconds} s each{gpu}")
 
 
 def _count_lines(intent: Intent, plan: PoolPlan, targets: Targets) -> Iterator[str]:
