@@ -10,49 +10,54 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import zmq.asyncio
 from prometheus_client import CollectorRegistry
 
 from prefill_engine.front.attempts import Attempts
-from prefill_engine.front.exits import Ending, judge_rank_loss, termination_json, write_termination
+from prefill_engine.front.exits import Ending, judge_rank_loss
 from prefill_engine.front.front import Front
 from prefill_engine.front.grants import SinkCall
 from prefill_engine.front.lanes import RankLanes
 from prefill_engine.front.lifecycle import Lifecycle
+from prefill_engine.front.listening import OpenPorts
 from prefill_engine.front.load import LoadBoard
 from prefill_engine.front.local_encoder import LocalEncoder, local_encoder_config
-from prefill_engine.front.ports import OpenPorts, open_ports
+from prefill_engine.front.ports import open_ports
 from prefill_engine.front.rank_process import RankProcess
 from prefill_engine.front.served_model import EngineIdentity, ServedModel, build_served_model
+from prefill_engine.front.serving import (
+    announce_ready,
+    drain_on_signals,
+    drained,
+    end_tasks,
+    load_timeout,
+    run_front,
+    run_to_ending,
+)
 from prefill_engine.front.sink_calls import SinkCaller
 from prefill_engine.front.socket_dir import make_socket_dir
 from prefill_engine.front.telemetry import Telemetry
 from prefill_engine.front.tickets import Ticket, Tickets
-from prefill_engine.front.vision_side import VisionSide
+from prefill_engine.front.vision_side import VisionSide, check_vision
 from prefill_engine.messages import RankArgs, RankReady, ToRank
 from prefill_engine.metrics import Metrics
 from prefill_engine.settings import HostIdentity
 from prefill_engine.vision.slab import Slab, remove_orphans
-from prefill_engine.vision_client.image_fetch import VALUE_BYTES
-from prefill_plan.config import EngineConfig, StoreKind, VisionConfig, VisionMode
+from prefill_plan.config import EngineConfig, StoreKind, VisionMode
 from prefill_plan.errors import CheckpointError, ConfigError, ExitCode
 from prefill_plan.model_spec import ModelSpec, load_model_spec
 from prefill_plan.positions import validate_keep
 
 logger = logging.getLogger(__name__)
 
-_STALL_SECONDS = 60.0  # C44: a load that makes progress may pass its time-out
-_WATCH_SECONDS = 0.05
 _ATTEMPT_ID_BYTES = 16
 
 
@@ -70,15 +75,11 @@ class ServeOptions:
 
 def run_serve(config: EngineConfig, identity: HostIdentity, options: ServeOptions) -> Ending:
     """Serves until SIGTERM, SIGINT or the loss of a rank; the termination message is written before it returns."""
-    try:
-        spec = check_start(config)
-        ending = asyncio.run(_serve(config, spec, identity, options))
-    except ConfigError as error:
-        ending = Ending(exit_code=ExitCode.CONFIG, phase="start", rank=None, detail=error.message)
-    except CheckpointError as error:
-        ending = Ending(exit_code=ExitCode.CHECKPOINT, phase="start", rank=None, detail=error.message)
-    write_termination(options.termination_log, termination_json(ending, plan_hash=identity.plan_hash))
-    return ending
+
+    def run() -> Ending:
+        return asyncio.run(_serve(config, check_start(config), identity, options))
+
+    return run_to_ending(run, termination_log=options.termination_log, plan_hash=identity.plan_hash)
 
 
 def check_start(config: EngineConfig) -> ModelSpec:
@@ -100,27 +101,6 @@ def check_start(config: EngineConfig) -> ModelSpec:
     if config.parallel.dp_size < 1:
         raise ConfigError(f"parallel.dp_size {config.parallel.dp_size}, expected at least 1")
     return spec
-
-
-def check_vision(vision: VisionConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError: no encoders to ask, an address that is none, no room for an image, a model without vision."""
-    if vision.mode is VisionMode.NONE:
-        return
-    mode = f"vision.mode = {vision.mode}"
-    if spec.vision is None:
-        raise ConfigError(f"{mode}, but the model's config.json has no vision_config")
-    if (vision.mode is VisionMode.REMOTE) != bool(vision.endpoints):
-        expected = "at least one host:port" if vision.mode is VisionMode.REMOTE else "none, the engine runs its own"
-        raise ConfigError(f"{mode} with vision.endpoints = {list(vision.endpoints)}, expected {expected}")
-    for endpoint in vision.endpoints:
-        host, _, port = endpoint.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"vision.endpoints has {endpoint!r}, expected host:port")
-    image_bytes = spec.vision.max_image_tokens * spec.hidden_size * VALUE_BYTES
-    if vision.rows_bytes < image_bytes:
-        raise ConfigError(f"vision.rows_bytes = {vision.rows_bytes}, expected at least one image of {image_bytes}")
-    if vision.image_seconds <= 0:
-        raise ConfigError(f"vision.image_seconds = {vision.image_seconds}, expected more than 0")
 
 
 def _check_store(path: Path) -> None:
@@ -171,7 +151,7 @@ async def _serve(config: EngineConfig, spec: ModelSpec, host: HostIdentity, opti
             await ports.close()
         await front.sink_caller.close()
         if encoding is not None:
-            await _end_tasks([encoding])
+            await end_tasks([encoding])
         if front.vision is not None:
             await front.vision.close()
         for lanes in front.lanes.values():
@@ -294,12 +274,16 @@ async def _run_until_end(
     facts: dict[str, object],
 ) -> Ending:
     """The first of: a rank lost, drained after a signal, load time-out, an error of the front itself."""
-    _drain_on_signals(front, seconds=config.server.drain_seconds)
-    running = asyncio.create_task(_run_front(front))
+
+    def begin_drain(seconds: float) -> None:
+        front.lifecycle.begin_drain(seconds=seconds, finish_queued=False)
+
+    drain_on_signals(front, seconds=config.server.drain_seconds, begin_drain=begin_drain)
+    running = asyncio.create_task(run_front(front))
     endings: list[Coroutine[None, None, Ending]] = [
         front.rank_loss(processes),
-        _drained(front),
-        _load_timeout(front, seconds=config.server.load_timeout_seconds),
+        drained(front, lambda: front.lifecycle.drain_status().done),
+        load_timeout(front, seconds=config.server.load_timeout_seconds),
     ]
     watching = [asyncio.create_task(ending) for ending in endings]
     announcing = asyncio.create_task(_announce_ready(front, options, facts))
@@ -309,78 +293,21 @@ async def _run_until_end(
         ending = next(iter(done)).result()
         if ending.exit_code is ExitCode.DRAINED:
             # From here on the end of a rank is what we asked for; the front runs on to hear its last words.
-            await _end_tasks(watching)
+            await end_tasks(watching)
             failed = await front.stop_ranks(processes)
             if failed:
                 ending = judge_rank_loss(exit_codes=failed, reports=front.reports, phase="drain")
     finally:
-        await _end_tasks(tasks)
+        await end_tasks(tasks)
     level = logging.INFO if ending.exit_code is ExitCode.DRAINED else logging.ERROR
     extra = {"exit": int(ending.exit_code), "phase": ending.phase, "dp_rank": ending.rank, "detail": ending.detail}
     logger.log(level, "engine ended", extra=extra)
     return ending
 
 
-async def _end_tasks(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _drain_on_signals(front: Front, *, seconds: float) -> None:
-    loop = asyncio.get_running_loop()
-
-    def begin(number: signal.Signals) -> None:
-        # A second Ctrl-C means now; a second SIGTERM changes nothing (C43).
-        again = number is signal.SIGINT and front.stopping.is_set()
-        logger.info("drain begins", extra={"signal": number.name, "seconds": 0.0 if again else seconds})
-        front.lifecycle.begin_drain(seconds=0.0 if again else seconds, finish_queued=False)
-        front.stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, begin, number)
-
-
-async def _run_front(front: Front) -> Ending:
-    try:
-        await front.run()
-    except ExceptionGroup as group:
-        # Our own bug, or ranks that disagree: said once in the log, then in the termination message.
-        logger.exception("front failed")
-        detail = "; ".join(f"{type(error).__name__}: {error}" for error in group.exceptions)
-        return Ending(exit_code=ExitCode.UNKNOWN, phase=front.phase, rank=None, detail=detail)
-    raise AssertionError("the front ended without a reason")
-
-
-async def _drained(front: Front) -> Ending:
-    await front.stopping.wait()
-    while not front.lifecycle.drain_status().done:
-        await asyncio.sleep(_WATCH_SECONDS)
-    return Ending(exit_code=ExitCode.DRAINED, phase="drain", rank=None, detail="drained")
-
-
-async def _load_timeout(front: Front, *, seconds: float) -> Ending:
-    await asyncio.sleep(seconds)
-    while not front.ready.is_set():
-        stalled = front.seconds_without_progress
-        if stalled > _STALL_SECONDS:
-            detail = f"not ready after {seconds:.0f} s and no progress for {stalled:.0f} s"
-            return Ending(exit_code=ExitCode.UNKNOWN, phase=front.phase, rank=None, detail=detail)
-        await asyncio.sleep(1.0)
-    await asyncio.Event().wait()
-    raise AssertionError("unreachable")
-
-
 async def _announce_ready(front: Front, options: ServeOptions, facts: dict[str, object]) -> None:
     await front.ready.wait()
-    line = json.dumps({"event": "ready", **facts})
-    if options.ready_file is not None:
-        # Renamed into place: who waits for the file never reads half of it.
-        part = options.ready_file.with_name(options.ready_file.name + ".part")
-        part.write_text(line + "\n")
-        part.rename(options.ready_file)
-    options.announce(line)
-    logger.info("ready", extra=facts)
+    announce_ready(facts, ready_file=options.ready_file, announce=options.announce)
 
 
 def _facts(

@@ -176,6 +176,9 @@ class VisionConfig(Struct):
     endpoints: tuple[str, ...] = ()
     """Of vision encoders, host:port, for remote; every address of a name is one encoder, so a headless Service names a
     VEPool."""
+    numerics_class: str = ""
+    """Of the encoders, as `ve info` tells it ("gpu-triton-sm_90-bf16"); their rows differ in bits by chip and kernel set, so
+    encoders of another class get no image, and the class is part of the images' keys. "" = this engine's own device and ops."""
     rows_bytes: int = 512 * 1024 * 1024
     """Rows on their way to the model, in /dev/shm; an image of the release takes at most 10 MiB (serving.md 4.5)."""
     image_seconds: float = 10.0

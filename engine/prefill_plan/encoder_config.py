@@ -7,7 +7,10 @@ from prefill_plan.config import Device, ModelConfig, ServerConfig, Struct
 from prefill_plan.errors import ConfigError
 
 ENCODER_ACTIVATIONS = ("bf16", "fp32")
-_QUEUED_BATCHES = 4
+QUEUED_BATCHES = 4
+"""Full batches that may wait where queue.max_patches does not say."""
+CANVAS_BYTES_PER_PIXEL = 3 * 2
+"""Of shared memory per pixel that may be queued: twice what it takes, since canvases come and go in any order."""
 
 
 class BatchingConfig(Struct):
@@ -79,7 +82,7 @@ class EncoderConfig(Struct):
 
     @property
     def max_queued_patches(self) -> int:
-        return self.queue.max_patches or _QUEUED_BATCHES * self.batching.max_patches_per_batch
+        return self.queue.max_patches or QUEUED_BATCHES * self.batching.max_patches_per_batch
 
 
 def check_encoder_config(config: EncoderConfig) -> None:

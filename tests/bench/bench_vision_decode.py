@@ -1,6 +1,6 @@
 """Images per second and core of our preprocessing, beside Pillow alone and beside the official front door (issue 7).
 
-    python tests/bench/bench_vision_decode.py [--rounds N]
+    python tests/bench/bench_vision_decode.py [--rounds N] [--results FILE]
 
 Ways: `pillow` = open, convert, ImageOps.pad into the canvas, as the engines do it, in this process; `ours` = decode_canvas in
 this process; `pool` = the same through a decode worker, copies and messages included; `recipe` = deepseek-recipe's preprocess,
@@ -11,10 +11,10 @@ ways alternate within a round and ratios are taken within it. Checks first that 
 import argparse
 import asyncio
 import io
-import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import deepseek_recipe
 import numpy as np
@@ -25,6 +25,7 @@ from prefill_engine.vision.decode import decode_canvas
 from prefill_engine.vision.image_intake import DEFAULT_POLICY
 from prefill_engine.vision.plan import plan_image
 from prefill_engine.vision.worker_pool import DecodeLimits, DecodePool
+from prefill_testing.bench_results import machine_line, write_section
 from prefill_testing.encoded_images import RELEASE_SPEC, encode_image, noise
 
 _ROOM = 1024 * 42 * 42 * 3
@@ -118,11 +119,12 @@ async def measure(
     return seconds
 
 
-async def run(rounds: int) -> None:
+async def run(rounds: int) -> list[str]:
+    """The table."""
     pool = DecodePool(DecodeLimits(num_workers=1, max_waiting=4), RELEASE_SPEC)
     await pool.start()
-    print("| image | bytes | pillow /s | ours /s | pool /s | recipe /s | ours/pillow | pool/pillow | pool/recipe |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    lines = ["| image | bytes | pillow /s | ours /s | pool /s | recipe /s | ours/pillow | pool/pillow | pool/recipe |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, (data, final) in build_cases().items():
         check_equal(data, final)
         seconds = await measure(pool, data, final, rounds=rounds)
@@ -131,8 +133,9 @@ async def run(rounds: int) -> None:
             _ratio(seconds[below], seconds[way])
             for way, below in (("ours", "pillow"), ("pool", "pillow"), ("pool", "recipe"))
         ]
-        print(f"| {name} | {len(data)} | {' | '.join(rates)} | {' | '.join(ratios)} |")
+        lines.append(f"| {name} | {len(data)} | {' | '.join(rates)} | {' | '.join(ratios)} |")
     await pool.close()
+    return lines
 
 
 def _ratio(below: list[float], above: list[float]) -> str:
@@ -144,12 +147,24 @@ def _ratio(below: list[float], above: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
-    print(
-        f"preprocessing, images per CPU second, {rounds} rounds, Pillow {PIL.__version__}, deepseek-recipe "
-        f"{deepseek_recipe.__version__}, Python {platform.python_version()}, {platform.machine()}\n"
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="write the section into this Markdown file as well"
     )
-    asyncio.run(run(rounds))
+    args = parser.parse_args()
+    where = machine_line()
+    lines = asyncio.run(run(args.rounds))
+    versions = f"Pillow {PIL.__version__}, deepseek-recipe {deepseek_recipe.__version__}"
+    text = [
+        f"`tests/bench/bench_vision_decode.py`, {where}, {versions}.",
+        f"Images per CPU second, medians of {args.rounds} rounds; ratios within a round, median (p20-p80). pillow: alone, in",
+        "the bench's process. ours: our decoder there. pool: the same through a confined worker, copies and messages included.",
+        "recipe: deepseek-recipe's OpenCvImagePreprocessor, which also encodes the result as WebP; it needs no torchvision.",
+        "",
+        *lines,
+    ]
+    print("\n".join(text))
+    if args.results is not None:
+        write_section(args.results, "Decoding and resizing", text, heading="Vision: benchmarks")
 
 
 if __name__ == "__main__":

@@ -6,32 +6,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from prefill_engine.rpc import vision_pb2, vision_pb2_grpc
+from prefill_engine.rpc import vision_pb2
 from prefill_engine.rpc.convert import to_duration
-from prefill_engine.vision.encoder_client import open_encoder_channel
 from prefill_engine.vision.slab import SHM_DIR
 from prefill_testing.rpc_calls import refused
 from prefill_testing.serve_process import is_alive
-from prefill_testing.ve_process import VeProcess, encode_request, png, start_ve
-
-WAIT_SECONDS = 30.0
-Stub = vision_pb2_grpc.VisionEncoderStub
+from prefill_testing.ve_calls import WAIT_SECONDS, Stub, run_calls, until_queued
+from prefill_testing.ve_process import VeProcess, closed_gate, encode_request, png, start_gated_ve, start_ve
 
 
-def run(encoder: VeProcess, scenario: Callable[[Stub], Awaitable[None]]) -> None:
-    async def inside() -> None:
-        async with open_encoder_channel(encoder.endpoint) as channel, asyncio.timeout(WAIT_SECONDS):
-            await scenario(Stub(channel))
-
-    asyncio.run(inside())
-
-
-async def until_queued(stub: Stub, count: int, *, in_cpu: int | None = None) -> None:
+async def until_draining(stub: Stub) -> None:
     async for report in stub.WatchLoad(vision_pb2.VisionWatchRequest(period=to_duration(0.02))):
-        if report.images_queued == count and in_cpu in (None, report.images_in_cpu):
+        if report.state == vision_pb2.VisionLoad.DRAINING:
             return
 
 
@@ -45,7 +33,7 @@ def slabs(encoder: VeProcess) -> list[str]:
 
 
 def test_killed_decode_worker_costs_one_image(tmp_path: Path) -> None:
-    with start_ve(tmp_path) as encoder:
+    with start_ve(tmp_path, "image_seconds=60") as encoder:
         (worker,) = encoder.worker_pids()
 
         async def scenario(stub: Stub) -> None:
@@ -63,14 +51,14 @@ def test_killed_decode_worker_costs_one_image(tmp_path: Path) -> None:
             failure = await refused(again())
             assert (failure.reason, failure.retry_scope) == ("ENGINE_LOST", "ONCE_THEN_FAIL")
 
-        run(encoder, scenario)
+        run_calls(encoder, scenario)
         assert len(encoder.worker_pids(2)) == 2
         encoder.send(signal.SIGTERM)
         assert encoder.wait() == 0
 
 
 def test_hung_encoder_times_images_out_and_its_death_ends_the_ve(tmp_path: Path) -> None:
-    with start_ve(tmp_path, "image_seconds=1", fault="hang") as encoder:
+    with start_ve(tmp_path, "image_seconds=3", fault="hang") as encoder:
         facts = encoder.ready()
 
         async def scenario(stub: Stub) -> None:
@@ -83,7 +71,7 @@ def test_hung_encoder_times_images_out_and_its_death_ends_the_ve(tmp_path: Path)
             os.kill(int(str(facts["encoder_pid"])), signal.SIGKILL)
             assert (await refused(waiting)).reason == "RANK_LOST"
 
-        run(encoder, scenario)
+        run_calls(encoder, scenario)
         assert encoder.wait() == 16
         message = encoder.termination()
         assert (message["code"], message["exit"], message["phase"]) == ("RankLost", 16, "serve")
@@ -99,22 +87,24 @@ def test_last_words_of_the_encoder_become_the_exit_code(tmp_path: Path) -> None:
         async def scenario(stub: Stub) -> None:
             assert (await refused(stub.Encode(encode_request(png(168, 126))))).reason == "RANK_LOST"
 
-        run(encoder, scenario)
+        run_calls(encoder, scenario)
         assert encoder.wait() == 14
         assert encoder.termination()["code"] == "GpuFault"
         assert encoder.termination()["detail"] == "fake fault"
 
 
 def test_sigterm_loses_no_image(tmp_path: Path) -> None:
-    with start_ve(tmp_path, "batching.max_images_per_batch=1", fault="slow=0.3") as encoder:
+    with start_gated_ve(tmp_path, "batching.max_images_per_batch=1", "server.drain_seconds=45") as encoder:
         encoder_pid = int(str(encoder.ready()["encoder_pid"]))
 
         async def scenario(stub: Stub) -> None:
-            calls = [
-                asyncio.ensure_future(stub.Encode(encode_request(png(168, 126, seed=index)))) for index in range(4)
-            ]
-            await until_queued(stub, 4)
-            encoder.send(signal.SIGTERM)
+            with closed_gate(encoder):
+                calls = [
+                    asyncio.ensure_future(stub.Encode(encode_request(png(168, 126, seed=index)))) for index in range(4)
+                ]
+                await until_queued(stub, 4)
+                encoder.send(signal.SIGTERM)
+                await until_draining(stub)
             images = [result.image for result in await asyncio.gather(*calls)]
             assert (await refused(stub.Encode(encode_request(png(168, 126, seed=9))))).reason == "DRAINING"
             for image in images[:3]:
@@ -123,7 +113,7 @@ def test_sigterm_loses_no_image(tmp_path: Path) -> None:
             assert frames[-1].last
             assert (await stub.Ack(vision_pb2.AckRequest(ticket_id=images[3].ticket_id, ok=True))).released
 
-        run(encoder, scenario)
+        run_calls(encoder, scenario)
         assert encoder.wait() == 0
         assert encoder.termination()["code"] == "Drained"
         assert not is_alive(encoder_pid)
@@ -137,7 +127,7 @@ def test_drain_verb_waits_for_held_rows_up_to_its_deadline(tmp_path: Path) -> No
         async def scenario(stub: Stub) -> None:
             await stub.Encode(encode_request(png(168, 126)))
 
-        run(encoder, scenario)
+        run_calls(encoder, scenario)
         verb = [sys.executable, "-m", "prefill_engine", "ve", "drain", "--endpoint", encoder.endpoint, "--json"]
         done = subprocess.run([*verb, "--deadline-seconds", "0.5"], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

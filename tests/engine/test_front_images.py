@@ -16,6 +16,7 @@ from prefill_engine.messages import Cancel, Released, Submit
 from prefill_engine.rpc import common_pb2, prefill_pb2
 from prefill_engine.rpc.status import Failure
 from prefill_engine.vision.plan import plan_image
+from prefill_engine.vision_client import hold_renewal
 from prefill_plan.config import VisionConfig, VisionMode
 from prefill_plan.model_spec import load_model_spec
 from prefill_testing.engine_rig import TINY_MODEL, Rig, engine_rig, prefill_request, tiny_config
@@ -200,6 +201,30 @@ async def test_image_that_is_not_wanted_never_reaches_an_encoder() -> None:
         # Its ticket goes back, so that the encoder need not hold the rows for a minute.
         await s.until(lambda: s.encoders[0].num_held == 0)
         assert [ack.ok for ack in s.encoders[0].acks] == [False]
+
+
+@in_loop
+async def test_ticket_is_held_while_its_attempt_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attempt may wait in the queue for longer than its encoder holds the rows."""
+    monkeypatch.setattr(hold_renewal, "RENEW_SECONDS", 0.02)
+    async with scene() as s:
+        request, encoder = request_with(2), s.encoders[0]
+        for index in range(2):
+            image = encoder.hold(b"image %d" % index, tokens=image_tokens())
+            request.images[index].ticket.ticket_id = image.ticket_id
+            request.images[index].ticket.ve_endpoint = encoder.address
+        call = s.rig.stub.Prefill(request, timeout=20)
+        await next_of(call, "accepted")
+        submit = await s.submitted()
+        await s.until(lambda: len(encoder.renewals) >= 3)
+        assert sorted(encoder.renewals[-1].ticket_ids) == sorted(span.ticket.ticket_id for span in request.images)
+        # What is fetched is held no longer, the other one is.
+        await s.want(submit, (0,))
+        await s.told(1)
+        await s.until(lambda: list(encoder.renewals[-1].ticket_ids) == [request.images[1].ticket.ticket_id])
+        call.cancel()
+        await s.until(lambda: encoder.num_held == 0)
+        assert [ack.ok for ack in encoder.acks] == [True, False]
 
 
 @in_loop

@@ -7,6 +7,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from prefill_engine.front.ports import ENGINE_SERVICE
+from prefill_engine.messages import Progress
 from prefill_engine.rpc import prefill_pb2
 from prefill_testing.engine_rig import Rig, play, prefill_request
 from prefill_testing.fake_rank import load_message
@@ -23,6 +24,18 @@ def test_while_starting_calls_are_refused_and_liveness_holds():
         assert load.state == prefill_pb2.LoadReport.STARTING
         assert await health(rig, "") == "SERVING"
         assert await health(rig, ENGINE_SERVICE) == "NOT_SERVING"
+
+    play(scenario, ready=False)
+
+
+def test_engine_that_loads_tells_how_far_it_is():
+    async def scenario(rig: Rig) -> None:
+        await rig.ranks[0].send(Progress(rank=0, stage="load", done=301, total=510, unit="bytes", item="a", at_ns=0))
+        while not (load := await rig.stub.GetLoad(prefill_pb2.GetLoadRequest())).weight_bytes_total:
+            await asyncio.sleep(0.01)
+        assert load.state == prefill_pb2.LoadReport.STARTING
+        assert (load.weight_bytes_loaded, load.weight_bytes_total) == (301, 510)
+        assert load.HasField("backlog")
 
     play(scenario, ready=False)
 

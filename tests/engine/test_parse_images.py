@@ -7,7 +7,7 @@ import pytest
 from prefill_engine.front.served_model import EngineIdentity, ServedModel, build_served_model
 from prefill_engine.rpc import prefill_pb2
 from prefill_engine.rpc.parse import parse_call
-from prefill_engine.rpc.parse_images import MAX_PIXEL_BYTES
+from prefill_engine.rpc.parse_images import MAX_PIXEL_BYTES, MAX_REQUEST_IMAGES, MAX_REQUEST_PIXEL_BYTES
 from prefill_engine.rpc.status import Failure, ServingFailure
 from prefill_engine.vision.plan import plan_image
 from prefill_plan.config import VisionConfig, VisionMode
@@ -124,6 +124,34 @@ def test_image_that_does_not_fit_is_refused_with_its_index(
     failure = refused(request_, served)
     assert (failure.reason, failure.image_index) == (reason, 0)
     assert words in failure.public_message
+
+
+def request_of(num_images: int, *, pixels: bytes) -> prefill_pb2.PrefillRequest:
+    """Images of one token each, without a declared size, back to back."""
+    request = prefill_request(num_images)
+    request.tokens[:] = [SPEC.image_token_id] * num_images
+    for start in range(num_images):
+        request.images.add(start=start, length=1, content_key=b"k" * 32, pixels=pixels)
+    return request
+
+
+def test_a_request_takes_600_images_and_refuses_one_more(served: ServedModel) -> None:
+    assert len(parse_call(request_of(MAX_REQUEST_IMAGES, pixels=b"p"), served).sources) == 600
+    failure = refused(request_of(MAX_REQUEST_IMAGES + 1, pixels=b"p"), served)
+    assert (failure.reason, failure.image_index) == ("IMAGE_REJECTED", 600)
+    assert failure.public_message == "601 images in one request, limit 600; nothing was computed"
+
+
+def test_images_of_a_request_are_limited_in_all(served: ServedModel) -> None:
+    """Each is within its own limit."""
+    whole, rest = divmod(MAX_REQUEST_PIXEL_BYTES, 4_000_000)
+    assert (whole, rest) == (16, 0)
+    assert len(parse_call(request_of(16, pixels=bytes(4_000_000)), served).sources) == 16
+    request = request_of(17, pixels=bytes(4_000_000))
+    request.images[16].pixels = b"p"
+    failure = refused(request, served)
+    assert (failure.reason, failure.image_index) == ("IMAGE_REJECTED", 16)
+    assert "image 16: 64000001 bytes of images up to it, limit 64000000 in one request" in failure.public_message
 
 
 def test_request_for_another_tower_is_refused(served: ServedModel) -> None:

@@ -35,6 +35,7 @@ class FakeEncoder:
 
     digest: bytes
     columns: int
+    numerics_class: str = "cpu-ref-bf16"
     state: str = "READY"
     epoch: int = 1
     patches_queued: int = 0
@@ -48,6 +49,7 @@ class FakeEncoder:
     requests: list[vision_pb2.EncodeRequest] = field(default_factory=list)
     acks: list[vision_pb2.AckRequest] = field(default_factory=list)
     cancels: list[vision_pb2.CancelEncodeRequest] = field(default_factory=list)
+    renewals: list[vision_pb2.RenewHoldRequest] = field(default_factory=list)
     num_left: int = 0
     """Calls of Encode that their caller gave up."""
     address: str = ""
@@ -141,6 +143,11 @@ class _Servicer(vision_pb2_grpc.VisionEncoderServicer):
         held = self._fake._held.pop(request.ticket_id, None) is not None
         return vision_pb2.AckResponse(released=held and self._fake.released)
 
+    async def Renew(self, request: vision_pb2.RenewHoldRequest, _context: Context) -> vision_pb2.RenewHoldResponse:
+        self._fake.renewals.append(request)
+        held = self._fake._held
+        return vision_pb2.RenewHoldResponse(lost=[each for each in request.ticket_ids if each not in held])
+
     async def Cancel(
         self, request: vision_pb2.CancelEncodeRequest, _context: Context
     ) -> vision_pb2.CancelEncodeResponse:
@@ -149,7 +156,13 @@ class _Servicer(vision_pb2_grpc.VisionEncoderServicer):
 
     async def GetInfo(self, _request: vision_pb2.VisionInfoRequest, _context: Context) -> vision_pb2.VisionInfo:
         fake = self._fake
-        return vision_pb2.VisionInfo(vision_digest=fake.digest, columns=fake.columns, dtype="bf16", epoch=fake.epoch)
+        return vision_pb2.VisionInfo(
+            vision_digest=fake.digest,
+            columns=fake.columns,
+            dtype="bf16",
+            epoch=fake.epoch,
+            numerics_class=fake.numerics_class,
+        )
 
     async def WatchLoad(
         self, _request: vision_pb2.VisionWatchRequest, _context: Context

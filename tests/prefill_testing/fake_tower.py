@@ -1,10 +1,10 @@
 """An encoder process without torch: rows made of the canvas's checksum, so tests see which canvas they are of; faults on demand.
 
-fault: "" | "hang" (answers no batch) | "slow=SECONDS" (a batch takes so long) | "exit=CODE@batch" (ends with last words).
+fault: "" | "hang" (answers no batch) | "gate=FILE" (answers none while it is there) |
+"exit=CODE@batch" (ends with last words).
 """
 
 import os
-import time
 import zlib
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,6 +41,7 @@ def fake_encoder_main(args_bytes: bytes, pipe: Connection) -> None:
     pipe.send_bytes(encode(Loading(stage="load", done=1, total=1)))
     ready = EncoderReady(
         vision_digest=DIGEST,
+        numerics_class="fake",
         columns=model.hidden_size,
         dtype="bf16",
         device="fake",
@@ -60,8 +61,10 @@ def fake_encoder_main(args_bytes: bytes, pipe: Connection) -> None:
 
 def _misbehave(fault: str, pipe: Connection) -> None:
     kind, _, value = fault.partition("=")
-    if kind == "slow":
-        time.sleep(float(value))
+    if kind == "gate":
+        # A message, or its end, is the RPC process telling us to stop.
+        while os.path.exists(value) and not pipe.poll(0.005):
+            pass
     if kind == "hang":
         pipe.recv_bytes()
     if kind == "exit":

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ TINY_VISION = Path(__file__).parents[1] / "golden" / "tiny_vision"
 FAKE_ENCODER = "prefill_testing.fake_tower:fake_encoder_main"
 _START = "import sys; from prefill_engine.__main__ import main; sys.exit(main())"
 _WAIT_SECONDS = 60.0
+_GATE = "gate"
 
 
 @dataclass(slots=True)
@@ -81,6 +84,23 @@ class VeProcess:
             assert self.process.poll() is None, self.stderr()
             assert time.monotonic() < deadline, text
             time.sleep(0.02)
+
+
+def start_gated_ve(folder: Path, *settings: str) -> VeProcess:
+    """A VE whose encoder answers no batch while `closed_gate` is entered."""
+    folder.mkdir(exist_ok=True)
+    return start_ve(folder, *settings, fault=f"gate={folder / _GATE}")
+
+
+@contextmanager
+def closed_gate(encoder: VeProcess) -> Iterator[None]:
+    """No batch ends in here."""
+    gate = encoder.folder / _GATE
+    gate.touch()
+    try:
+        yield
+    finally:
+        gate.unlink()
 
 
 def start_ve(

@@ -17,9 +17,17 @@ from types import FrameType
 import msgspec
 
 from prefill_engine.demo import DemoOptions, Narrator, Prepared, run_demo
-from prefill_engine.demo_nodes import Cluster
-from prefill_engine.demo_prompt import MIN_TOKENS
-from prefill_engine.demo_report import TurnReport, blocks_line, handoff_lines, summary_lines, window_line
+from prefill_engine.demo_nodes import STORE_BYTES_PER_SECOND, Cluster
+from prefill_engine.demo_prompt import IMAGE_MESSAGE, MIN_TOKENS, SCREENSHOT_NAME
+from prefill_engine.demo_report import (
+    TurnReport,
+    blocks_line,
+    encoder_line,
+    handoff_lines,
+    repeat_line,
+    summary_lines,
+    window_line,
+)
 from prefill_engine.local_process import ENDING_SIGNALS
 from prefill_engine.model.checkpoint_texts import PRESETS
 from prefill_engine.probe_report import describe_probe
@@ -37,7 +45,7 @@ from prefill_engine.worked_example import PROMPT_TOKENS, worked_example_lines
 from prefill_plan.errors import ConfigError, PrefillError
 
 _TRACE_NAME = "trace.json"
-_TITLE = "Two prefill nodes on this machine's CPU, each an engine with its KV sidecar; each hand-off checked by a decode probe"
+_TITLE = "Two prefill nodes and a vision encoder on this machine's CPU; each hand-off checked by a decode probe"
 _TEXT_COLUMNS = 107
 """Of 120, less the names of the rows."""
 
@@ -72,8 +80,9 @@ class PrintingNarrator(Narrator):
             f"{spec.first_decoder_layer} encoder + {decoder} decoder layers, window of {spec.window_tokens} tokens, "
             f"decoder runs the last {prepared.keep_tokens}",
         )
-        sizes = " + ".join(f"{len(message):,}" for message in conversation.messages)
-        self._row("prompt", f"{conversation.source}, as a conversation of {sizes} tokens")
+        sizes = [f"{len(message):,}" for message in conversation.messages]
+        sizes[IMAGE_MESSAGE] = f"({len(conversation.messages[IMAGE_MESSAGE]) - 1:,} and {SCREENSHOT_NAME})"
+        self._row("prompt", f"{conversation.source}, as a conversation of {' + '.join(sizes)} tokens")
 
     def started(self, cluster: Cluster, *, seconds: float) -> None:
         for node in cluster.nodes.values():
@@ -83,7 +92,14 @@ class PrintingNarrator(Narrator):
                 f"{format_bytes(node.kvd.config.pool_bytes)} of /dev/shm",
             )
         self._row(
-            "store", f"one directory, both nodes' | directory service pid {cluster.directory.pid}  ({seconds:.1f} s)"
+            "store",
+            f"one directory, both nodes'; READS SLOWED to {format_bytes(STORE_BYTES_PER_SECOND)}/s by the demo: its hits are a "
+            "thousand times smaller than real ones, its steps are not shorter",
+        )
+        self._row(
+            "shared",
+            f"vision encoder pid {cluster.encoder.pid}, {cluster.encoder.endpoint} | "
+            f"directory service pid {cluster.directory.pid}  ({seconds:.1f} s)",
         )
 
     def happened(self, what: str, *lines: str) -> None:
@@ -95,12 +111,15 @@ class PrintingNarrator(Narrator):
         style = self._style
         say("")
         say(render_timeline(turn.record, style=style))
-        for name, text in (("hit blocks", blocks_line(turn)), ("window KV", window_line(turn))):
+        lines = (("hit blocks", blocks_line(turn)), ("window KV", window_line(turn)), ("encoder", encoder_line(turn)))
+        for name, text in lines:
             if text:
                 self._row(name, text)
         for index, line in enumerate(handoff_lines(turn)):
             self._row("hand-over" if index == 0 else "", line)
         verdict, distance = describe_probe(turn.probe)
+        if text := repeat_line(turn):
+            self._row("answer", text, style.good)
         colour = style.bad if turn.probe.problems else style.good
         self._row("probe", verdict, colour)
         self._row("", distance)

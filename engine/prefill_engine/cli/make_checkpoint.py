@@ -2,7 +2,7 @@
 
 The result loads like the real one and computes nothing of use. With --vision-only it writes the vision tower alone: a random
 one, or with --from that of a full checkpoint, which is what VE pods load. Nothing is written before config, tokenizer, target
-directory and free space have been checked.
+directory and free space have been checked; a tower alone has no tokenizer, so none is asked for.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from prefill_engine.model.tensor_names import build_vision_tensors
 from prefill_engine.model.vision_cutout import cutout_tensors, write_cutout, write_random_tower
 from prefill_engine.vision.weights import vision_catalogue
 from prefill_plan.errors import ConfigError, PrefillError
-from prefill_plan.model_spec import load_model_spec
+from prefill_plan.model_spec import load_model_spec, parse_model_spec
 
 _DEFAULT_SHARD_BYTES = 4 * 1024**3
 _OWN_FILES = ("*.safetensors", INDEX_NAME, "config.json", "tokenizer.json", "tokenizer_config.json")
@@ -93,7 +93,7 @@ def _make(args: argparse.Namespace) -> None:
     texts = read_preset(args.preset) if args.config is None else read_custom(args.config)
     if args.dense:
         texts = without_quantisation(texts)
-    spec = check_texts(texts, source=source)
+    spec = parse_model_spec(texts.config, source=source) if args.vision_only else check_texts(texts, source=source)
     num_bytes = stored_bytes(build_vision_tensors(spec).values()) if args.vision_only else checkpoint_bytes(spec)
     if num_bytes == 0:
         raise ConfigError(f"{source} has no vision_config with layers; nothing was written")

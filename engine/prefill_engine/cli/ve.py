@@ -9,25 +9,26 @@ from pathlib import Path
 
 import grpc.aio
 
+from prefill_engine.cli.serving import add_serve_arguments, announce, serve_until_end
 from prefill_engine.client import call_failed
-from prefill_engine.front.exits import Ending, termination_json, write_termination
-from prefill_engine.log import setup_logging
+from prefill_engine.front.exits import Ending
 from prefill_engine.rpc import vision_pb2, vision_pb2_grpc
 from prefill_engine.rpc.convert import to_duration
-from prefill_engine.settings import load_encoder_config, load_identity
+from prefill_engine.settings import HostIdentity, load_encoder_config
 from prefill_engine.vision.encoder_client import EncodedRows, EncoderClient, open_encoder_channel
 from prefill_engine.vision.encoder_link import ENCODER_ENTRY
 from prefill_engine.vision.process import VeOptions, run_ve
-from prefill_plan.errors import CallFailed, ConfigError, ExitCode
+from prefill_plan.encoder_config import EncoderConfig
+from prefill_plan.errors import CallFailed
 
-TERMINATION_LOG = Path("/dev/termination-log")
 _ENDPOINT = "127.0.0.1:50051"
 _USER_STATUS = ("INVALID_ARGUMENT", "OUT_OF_RANGE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    _add_serve(actions.add_parser("serve", help="run a vision encoder", description="Serves until SIGTERM."))
+    serve = actions.add_parser("serve", help="run a vision encoder", description="Serves until SIGTERM.")
+    add_serve_arguments(serve, config_name="EncoderConfig", entry_option="--encoder-entry", entry=ENCODER_ENTRY)
     drain = actions.add_parser(
         "drain",
         help="ask an encoder to take no new images and wait until it is empty",
@@ -50,22 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_serve(serve: argparse.ArgumentParser) -> None:
-    serve.add_argument("--config", type=Path, metavar="FILE", help="EncoderConfig as JSON")
-    serve.add_argument(
-        "--set", action="append", default=[], metavar="PART.FIELD=VALUE", dest="overrides", help="override one value"
-    )
-    serve.add_argument("--model", metavar="DIR", help="same as --set model.path=DIR")
-    serve.add_argument("--ready-file", type=Path, metavar="PATH", help="written with the bound ports once ready")
-    serve.add_argument(
-        "--termination-log", type=Path, default=TERMINATION_LOG, metavar="PATH", help="written if it exists"
-    )
-    serve.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
-    # Test hooks: exit=CODE[@PHASE] in the encoder process; another encoder main.
-    serve.add_argument("--fault", default="", help=argparse.SUPPRESS)
-    serve.add_argument("--encoder-entry", default=ENCODER_ENTRY, help=argparse.SUPPRESS)
-
-
 def _add_encode(encode: argparse.ArgumentParser) -> None:
     encode.add_argument("file", type=Path, metavar="FILE", help="png, jpeg, webp or gif")
     encode.add_argument("--endpoint", default=_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
@@ -86,30 +71,17 @@ def cmd_ve(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    identity = load_identity()
-    setup_logging(level=args.log_level, constants={"engine_id": identity.engine_id, "service": "ve"})
-    overrides = [*([f"model.path={args.model}"] if args.model else []), *args.overrides]
-    try:
-        config = load_encoder_config(args.config, overrides)
-    except ConfigError as error:
-        ending = Ending(exit_code=ExitCode.CONFIG, phase="start", rank=None, detail=error.message)
-        write_termination(args.termination_log, termination_json(ending, plan_hash=identity.plan_hash))
-    else:
+    def run(config: EncoderConfig, identity: HostIdentity) -> Ending:
         options = VeOptions(
             termination_log=args.termination_log,
             ready_file=args.ready_file,
             encoder_entry=args.encoder_entry,
             fault=args.fault,
-            announce=_announce,
+            announce=announce,
         )
-        ending = run_ve(config, identity, options)
-    if ending.exit_code is not ExitCode.DRAINED:
-        print(f"prefill-engine ve serve: {ending.detail}", file=sys.stderr)
-    return int(ending.exit_code)
+        return run_ve(config, identity, options)
 
-
-def _announce(line: str) -> None:
-    print(line, flush=True)
+    return serve_until_end(args, verb="ve serve", constants={"service": "ve"}, load=load_encoder_config, run=run)
 
 
 def _drain(args: argparse.Namespace) -> int:
@@ -145,7 +117,7 @@ def _info(args: argparse.Namespace) -> int:
     )
     lines = (
         ("encoder", f"{info.engine_id}, {info.build}, on {info.device}, {state}"),
-        ("model", f"{info.model_id}, vision digest {info.vision_digest.hex()[:16]}.."),
+        ("model", f"{info.model_id}, vision digest {info.vision_digest.hex()[:16]}.., numerics {info.numerics_class}"),
         ("rows", f"{info.columns} columns {info.dtype}, at most {info.max_tokens} an image"),
         (
             "patches",

@@ -24,7 +24,7 @@ from prefill_engine.rpc.status import refuse
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.02
-REFRESH_SECONDS = 0.25
+_REFRESH_SECONDS = 0.25
 LAST_WORDS_SECONDS = 1.0  # C46: how long reports of other ranks are waited for
 STOP_SECONDS = 15.0  # k8s.md 4.7 gives the engine 20 s after the drain
 
@@ -112,6 +112,7 @@ class Front:
             case Progress():
                 self._phase = message.stage if message.stage in ("load", "warmup") else self._phase
                 self._last_progress = self.clock()
+                self.board.note_progress(message)
                 self.telemetry.rank_progress(message)
             case RankReady():
                 self._note_ready(message)
@@ -180,7 +181,7 @@ class Front:
             self.telemetry.refresh(self.view(), rows_waiting=rows, wait_seconds=wait, grants_open=grants)
             if self.vision is not None:
                 self.telemetry.vision(num_encoders=self.vision.num_encoders, used_bytes=self.vision.used_bytes)
-            await asyncio.sleep(REFRESH_SECONDS)
+            await asyncio.sleep(_REFRESH_SECONDS)
 
     async def _all_reported(self, processes: Sequence[RankProcess]) -> None:
         # Every dead rank has spoken: no need to sit out the second. A rank that lives on may still have something to say.

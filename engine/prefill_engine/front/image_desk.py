@@ -18,6 +18,7 @@ from prefill_engine.image_messages import ImageRows, ImageRowsDone, ImagesWanted
 from prefill_engine.messages import ToRank
 from prefill_engine.rpc.status import Failure, ServingFailure
 from prefill_engine.vision.slab import Region
+from prefill_engine.vision_client.hold_renewal import HoldRenewal
 from prefill_engine.vision_client.image_fetch import VALUE_BYTES, Fetched, ImageFetcher, Owner
 from prefill_engine.vision_client.image_source import ImageSource, lost
 from prefill_engine.vision_client.slab_room import SlabRoom
@@ -65,6 +66,7 @@ class ImageDesk:
         self,
         fetcher: ImageFetcher,
         room: SlabRoom,
+        holds: HoldRenewal,
         *,
         columns: int,
         send: Callable[[int, ToRank], None],
@@ -74,6 +76,7 @@ class ImageDesk:
     ) -> None:
         self._fetcher = fetcher
         self._room = room
+        self._holds = holds
         self._columns = columns
         self._send = send
         self._fail = fail
@@ -106,6 +109,7 @@ class ImageDesk:
             ),
             pixel_bytes=sum(len(source.pixels) for source in attempt.image_sources),
         )
+        self._holds.add(source.ticket for source in attempt.image_sources if source.ticket is not None)
         record.watch = lambda: self._look(record)
         self._held_pixel_bytes += record.pixel_bytes
         self._records[call.attempt_id] = record
@@ -160,6 +164,8 @@ class ImageDesk:
             if image.task is not None:
                 image.task.cancel()
         for source in attempt.image_sources:
+            if source.ticket is not None:
+                self._holds.drop(source.ticket)
             if source.index not in record.fetched:
                 self._fetcher.give_up(source)
         attempt.image_sources = ()
@@ -228,6 +234,8 @@ class ImageDesk:
             ),
         )
         image.is_told = True
+        if source.ticket is not None:
+            self._holds.drop(source.ticket)
         return fetched
 
 

@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefill_engine.front.health import EngineState, RankPulse, judge_state
-from prefill_engine.messages import Beat, RankLoad, RankReady, StepModelReport
+from prefill_engine.messages import Beat, Progress, RankLoad, RankReady, StepModelReport
 
 # A WatchLoad stream this many admissions behind is told the newest ones only.
 _KEPT_ADMISSIONS = 4096
+LOAD_STAGE = "load"
+"""Progress.stage while weights are read."""
 NO_STEP_MODEL = StepModelReport(
     a_ms=0.0, enc_ms_per_row=0.0, dec_ms_per_row=0.0, ctx_ms_per_mega=0.0, residual_p95_ms=0.0, samples=0
 )
@@ -27,6 +29,11 @@ class LoadView:
     last_step_age_seconds: float
     acked_attempts: int
     uptime_seconds: float
+    backlog_seconds: float
+    """Until the rank with the most rows before it is through with them: ranks step together."""
+    weight_bytes_loaded: int
+    weight_bytes_total: int
+    """Of all ranks; 0 until each of them has told its part."""
 
 
 def ms_per_row(model: StepModelReport, *, chunk_rows: int) -> float:
@@ -59,6 +66,8 @@ class LoadBoard:
         self._last_step = started
         self._loads: dict[int, RankLoad] = {}
         self._beats: dict[int, Beat] = {}
+        self._weights: dict[int, tuple[int, int]] = {}
+        """By rank: bytes loaded, bytes in all."""
         self._admitted: deque[bytes] = deque(maxlen=_KEPT_ADMISSIONS)
         self.num_admitted = 0
 
@@ -75,6 +84,10 @@ class LoadBoard:
     def note_beat(self, beat: Beat) -> None:
         self._beats[beat.rank] = beat
         self._last_step = max(self._last_step, beat.at_ns * 1e-9)
+
+    def note_progress(self, progress: Progress) -> None:
+        if progress.stage == LOAD_STAGE and progress.unit == "bytes":
+            self._weights[progress.rank] = (progress.done, progress.total)
 
     def note_admitted(self, attempt_id: bytes) -> None:
         self._admitted.append(attempt_id)
@@ -109,6 +122,7 @@ class LoadBoard:
     ) -> LoadView:
         """The report of this moment."""
         loads = tuple(self._loads[rank] for rank in sorted(self._loads))
+        weights = list(self._weights.values()) if len(self._weights) == self._num_ranks else []
         state = judge_state(
             ready=self.is_ready,
             draining=draining,
@@ -126,4 +140,7 @@ class LoadBoard:
             last_step_age_seconds=max(0.0, now - self._last_step),
             acked_attempts=self.num_admitted,
             uptime_seconds=now - self._started,
+            backlog_seconds=max((self.wait_seconds(load.rank) for load in loads), default=0.0),
+            weight_bytes_loaded=sum(loaded for loaded, _ in weights),
+            weight_bytes_total=sum(total for _, total in weights),
         )

@@ -10,7 +10,7 @@ from prefill_engine.front.attempt import Attempt
 from prefill_engine.front.call import PRIORITY_NAMES
 from prefill_engine.front.health import EngineState
 from prefill_engine.front.kv_counters import KvCounters
-from prefill_engine.front.load import LoadBoard, LoadView
+from prefill_engine.front.load import LOAD_STAGE, LoadBoard, LoadView
 from prefill_engine.front.served_model import COMPONENT_LABELS, ServedModel
 from prefill_engine.front.tickets import Ticket, TicketState
 from prefill_engine.log import bind
@@ -28,7 +28,6 @@ _STAGE_LABELS = {
     "STORE": "store",
     "HANDOFF": "handoff",
 }
-_LOAD_STAGE = "load"
 _REPLAY_REASONS = {"peer": "pull", "local": "lost"}
 """Resolved.swa_source of a prompt that was replayed after all -> label; "none": there was no snapshot to begin with."""
 
@@ -115,7 +114,7 @@ class Telemetry:
         """A start-up stage moves on; shown in the log once per item by the rank itself, here as figures."""
         rank = str(message.rank)
         self._metrics.startup_seconds.labels(message.stage, rank).set(message.at_ns * 1e-9 - self._started)
-        if message.stage == _LOAD_STAGE and message.unit == "bytes":
+        if message.stage == LOAD_STAGE and message.unit == "bytes":
             self._metrics.weight_load_bytes.labels(message.stage, rank).set(message.done)
 
     def rank_ready(self, message: RankReady) -> None:

@@ -18,9 +18,12 @@ from prefill_engine.messages import ToRank
 from prefill_engine.rpc.status import Failure
 from prefill_engine.vision.slab import Slab
 from prefill_engine.vision_client.encoder_set import EncoderSet
-from prefill_engine.vision_client.image_fetch import ImageFetcher
+from prefill_engine.vision_client.hold_renewal import HoldRenewal
+from prefill_engine.vision_client.image_fetch import VALUE_BYTES, ImageFetcher
 from prefill_engine.vision_client.slab_room import SlabRoom
-from prefill_plan.config import VisionConfig
+from prefill_plan.config import VisionConfig, VisionMode
+from prefill_plan.errors import ConfigError
+from prefill_plan.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ class VisionSide:
         self._clock = clock
         self._desk: ImageDesk | None = None
         self._encoders: EncoderSet | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._running: list[asyncio.Task[None]] = []
 
     def start(self, served: ServedModel) -> None:
         """The ranks are ready: encoders of their tower are looked for from now on. Call it inside the running loop."""
@@ -63,9 +66,11 @@ class VisionSide:
             clock=self._clock,
         )
         room = SlabRoom(self._slab, patience_seconds=self._config.image_seconds, clock=self._clock)
+        holds = HoldRenewal(encoders, clock=self._clock)
         self._desk = ImageDesk(
             fetcher,
             room,
+            holds,
             columns=served.hidden_size,
             send=self._send,
             fail=self._fail,
@@ -73,7 +78,7 @@ class VisionSide:
             clock=self._clock,
         )
         self._encoders = encoders
-        self._watching = asyncio.create_task(encoders.run())
+        self._running = [asyncio.create_task(encoders.run()), asyncio.create_task(holds.run())]
 
     @property
     def num_encoders(self) -> int:
@@ -107,9 +112,9 @@ class VisionSide:
 
     async def close(self) -> None:
         """Ends fetches and watches, and removes the slab."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
         if self._desk is not None:
             await self._desk.close()
         self._slab.close()
@@ -118,3 +123,27 @@ class VisionSide:
         if self.local is None:
             return self._config.endpoints
         return (self.local.endpoint,) if self.local.endpoint else ()
+
+
+def check_vision(vision: VisionConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError: no encoders to ask, an address that is none, no room for an image, a model without vision."""
+    if vision.mode is VisionMode.NONE:
+        return
+    mode = f"vision.mode = {vision.mode}"
+    if spec.vision is None:
+        raise ConfigError(f"{mode}, but the model's config.json has no vision_config")
+    is_remote = vision.mode is VisionMode.REMOTE
+    if is_remote != bool(vision.endpoints):
+        expected = "at least one host:port" if is_remote else "none, the engine runs its own"
+        raise ConfigError(f"{mode} with vision.endpoints = {list(vision.endpoints)}, expected {expected}")
+    if vision.numerics_class and not is_remote:
+        raise ConfigError(f"{mode} with vision.numerics_class = {vision.numerics_class!r}, expected none, it is ours")
+    for endpoint in vision.endpoints:
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"vision.endpoints has {endpoint!r}, expected host:port")
+    image_bytes = spec.vision.max_image_tokens * spec.hidden_size * VALUE_BYTES
+    if vision.rows_bytes < image_bytes:
+        raise ConfigError(f"vision.rows_bytes = {vision.rows_bytes}, expected at least one image of {image_bytes}")
+    if vision.image_seconds <= 0:
+        raise ConfigError(f"vision.image_seconds = {vision.image_seconds}, expected more than 0")

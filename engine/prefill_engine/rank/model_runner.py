@@ -21,13 +21,15 @@ from prefill_engine.model.load_progress import LoadProgress
 from prefill_engine.model.step import never_wait
 from prefill_engine.model.weights import load_parameters
 from prefill_engine.step_plan import ChunkPlan, StepPlan
-from prefill_engine.vision.weights import vision_digest
+from prefill_engine.vision.weights import vision_digest, vision_numerics
 from prefill_kernels.numerics import PRODUCTION
 from prefill_kernels.op_sets import load_ops, ops_identity
 from prefill_plan.config import EngineConfig, Truncation, VisionMode
 from prefill_plan.errors import ConfigError
 from prefill_plan.kv_layout import BlockLayout, StateLayout
 from prefill_plan.model_spec import ModelSpec
+
+_ENCODER_ACTIVATION = "bf16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +130,28 @@ def read_digests(config: EngineConfig, spec: ModelSpec, layout: BlockLayout) -> 
         tokenizer=tokenizer_digest(path),
         layout=layout.digest(),
         numerics_class=f"{config.device}-{ops_identity(config.ops)}-{config.kv.record_format}-invariant",
-        vision=b"" if config.vision.mode is VisionMode.NONE else vision_digest(path, spec),
+        vision=_rows_digest(config, spec),
     )
+
+
+def _rows_digest(config: EngineConfig, spec: ModelSpec) -> bytes:
+    """Of the encoders whose rows will do; b"" without vision."""
+    if config.vision.mode is VisionMode.NONE:
+        return b""
+    numerics = config.vision.numerics_class or vision_numerics(config.device, config.ops, _ENCODER_ACTIVATION)
+    return vision_digest(Path(config.model.path), spec, numerics=numerics)
 
 
 def build_cache(
     config: EngineConfig, spec: ModelSpec, *, layout: BlockLayout, state: StateLayout, device: torch.device
 ) -> KvCache:
     """The preallocated pools of a rank, sized by the configuration."""
+    images = None
+    if device.type == "cuda":
+        # Here, because triton is no part of a CPU install.
+        from prefill_kernels.gpu import ring_rows
+
+        images = ring_rows
     return KvCache(
         spec,
         layout=layout,
@@ -143,4 +159,5 @@ def build_cache(
         num_blocks=config.kv.pool_tokens // layout.block_tokens,
         num_state_slots=config.kv.state_slots,
         device=device,
+        images=images,
     )

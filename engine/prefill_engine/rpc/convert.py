@@ -167,6 +167,9 @@ def load_message(view: LoadView, *, seq: int, known_attempts: Sequence[bytes]) -
         acked_attempts=view.acked_attempts,
         uptime=to_duration(view.uptime_seconds),
         known_attempts=known_attempts,
+        backlog=to_duration(view.backlog_seconds),
+        weight_bytes_loaded=view.weight_bytes_loaded,
+        weight_bytes_total=view.weight_bytes_total,
     )
 
 

@@ -19,6 +19,7 @@ class ServedTower:
 
     spec: VisionSpec
     vision_digest: bytes
+    numerics_class: str
     columns: int
     dtype: str
     device: str
@@ -48,6 +49,7 @@ class VisionLoadView:
     cache_bytes: int
     tickets_open: int
     step_counter: int
+    patches_encoded: int
 
 
 def result_message(
@@ -119,6 +121,7 @@ def vision_info_message(served: ServedTower) -> vision_pb2.VisionInfo:
         max_image_bytes=served.max_image_bytes,
         model_id=served.model_id,
         build=served.build,
+        numerics_class=served.numerics_class,
     )
 
 
@@ -136,4 +139,5 @@ def vision_load_message(view: VisionLoadView, *, seq: int) -> vision_pb2.VisionL
         cache_bytes=view.cache_bytes,
         tickets_open=view.tickets_open,
         step_counter=view.step_counter,
+        patches_encoded=view.patches_encoded,
     )

@@ -17,6 +17,9 @@ from prefill_plan.errors import ImageRejected
 
 MAX_PIXEL_BYTES = 4 * 1024 * 1024
 """Of one encoded image inside a request; more fits into no message of several."""
+MAX_REQUEST_IMAGES = 600
+MAX_REQUEST_PIXEL_BYTES = 64_000_000
+"""Of all encoded images inside a request (serving.md 4.3), as far as server.max_message_bytes lets them come here."""
 _KEY_BYTES = 32
 _TICKET_ID_BYTES = 16
 _CHECKSUM_BYTES = 4
@@ -31,12 +34,19 @@ def parse_images(
     Raises:
         ServingFailure: with the image's index.
     """
+    if len(spans) > MAX_REQUEST_IMAGES:
+        text = f"{len(spans)} images in one request, limit {MAX_REQUEST_IMAGES}; nothing was computed"
+        refuse("IMAGE_REJECTED", text, image_index=MAX_REQUEST_IMAGES)
     items, sources = [], []
-    end = 0
+    end = pixel_bytes = 0
     for number, span in enumerate(spans):
         _check_span(number, span, tokens, served, after=end)
         end = span.start + span.length
         source = _parse_source(number, span, served)
+        pixel_bytes += len(source.pixels)
+        if pixel_bytes > MAX_REQUEST_PIXEL_BYTES:
+            text = f"image {number}: {pixel_bytes} bytes of images up to it, limit {MAX_REQUEST_PIXEL_BYTES} in one request"
+            refuse("IMAGE_REJECTED", f"{text}; nothing was computed", image_index=number)
         has_source = source.has_rows and bool(served.vision_digest)
         items.append(
             ImageItem(start=span.start, length=span.length, content_key=span.content_key, has_source=has_source)
@@ -68,8 +78,10 @@ def _parse_source(number: int, span: prefill_pb2.ImageSpan, served: ServedModel)
     if bool(span.width) != bool(span.height):
         text = f"image {number}: final size {span.width}x{span.height}, expected both sides or none"
         refuse("IMAGE_REJECTED", text, image_index=number)
-    if len(span.pixels) > MAX_PIXEL_BYTES:
-        text = f"image {number}: {len(span.pixels)} bytes, limit {MAX_PIXEL_BYTES} inside a request; send a ticket"
+    # Read once: protobuf makes a copy each time.
+    pixels = span.pixels
+    if len(pixels) > MAX_PIXEL_BYTES:
+        text = f"image {number}: {len(pixels)} bytes, limit {MAX_PIXEL_BYTES} inside a request; send a ticket"
         refuse("IMAGE_REJECTED", text, image_index=number)
     return ImageSource(
         index=number,
@@ -78,7 +90,7 @@ def _parse_source(number: int, span: prefill_pb2.ImageSpan, served: ServedModel)
         width=span.width,
         height=span.height,
         content_key=span.content_key,
-        pixels=span.pixels,
+        pixels=pixels,
         ticket=_parse_ticket(number, span, served) if span.WhichOneof("source") == "ticket" else None,
     )
 

@@ -599,7 +599,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self, period: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("epoch", "seq", "state", "step", "ranks", "step_counter", "last_step_age", "acked_attempts", "uptime", "known_attempts")
+    __slots__ = ("epoch", "seq", "state", "step", "ranks", "step_counter", "last_step_age", "acked_attempts", "uptime", "known_attempts", "backlog", "weight_bytes_loaded", "weight_bytes_total")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[LoadReport.State]
@@ -624,6 +624,9 @@ class LoadReport(_message.Message):
     ACKED_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_FIELD_NUMBER: _ClassVar[int]
     KNOWN_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_LOADED_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     seq: int
     state: LoadReport.State
@@ -634,7 +637,10 @@ class LoadReport(_message.Message):
     acked_attempts: int
     uptime: _duration_pb2.Duration
     known_attempts: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., state: _Optional[_Union[LoadReport.State, str]] = ..., step: _Optional[_Union[StepModel, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., step_counter: _Optional[int] = ..., last_step_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., acked_attempts: _Optional[int] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., known_attempts: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    backlog: _duration_pb2.Duration
+    weight_bytes_loaded: int
+    weight_bytes_total: int
+    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., state: _Optional[_Union[LoadReport.State, str]] = ..., step: _Optional[_Union[StepModel, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., step_counter: _Optional[int] = ..., last_step_age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., acked_attempts: _Optional[int] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., known_attempts: _Optional[_Iterable[bytes]] = ..., backlog: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., weight_bytes_loaded: _Optional[int] = ..., weight_bytes_total: _Optional[int] = ...) -> None: ...
 
 class StepModel(_message.Message):
     __slots__ = ("a_ms", "enc_ms_per_row", "dec_ms_per_row", "ctx_ms_per_mega", "residual_p95_ms", "samples")

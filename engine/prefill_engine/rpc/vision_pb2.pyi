@@ -234,7 +234,7 @@ class VisionInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class VisionInfo(_message.Message):
-    __slots__ = ("vision_digest", "patch", "downsample", "min_pixels", "max_tokens", "columns", "max_patches_per_image", "max_patches_per_step", "epoch", "dtype", "device", "engine_id", "host_id", "max_image_bytes", "model_id", "build")
+    __slots__ = ("vision_digest", "patch", "downsample", "min_pixels", "max_tokens", "columns", "max_patches_per_image", "max_patches_per_step", "epoch", "dtype", "device", "engine_id", "host_id", "max_image_bytes", "model_id", "build", "numerics_class")
     VISION_DIGEST_FIELD_NUMBER: _ClassVar[int]
     PATCH_FIELD_NUMBER: _ClassVar[int]
     DOWNSAMPLE_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +251,7 @@ class VisionInfo(_message.Message):
     MAX_IMAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     BUILD_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_CLASS_FIELD_NUMBER: _ClassVar[int]
     vision_digest: bytes
     patch: int
     downsample: int
@@ -267,7 +268,8 @@ class VisionInfo(_message.Message):
     max_image_bytes: int
     model_id: str
     build: str
-    def __init__(self, vision_digest: _Optional[bytes] = ..., patch: _Optional[int] = ..., downsample: _Optional[int] = ..., min_pixels: _Optional[int] = ..., max_tokens: _Optional[int] = ..., columns: _Optional[int] = ..., max_patches_per_image: _Optional[int] = ..., max_patches_per_step: _Optional[int] = ..., epoch: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., engine_id: _Optional[str] = ..., host_id: _Optional[str] = ..., max_image_bytes: _Optional[int] = ..., model_id: _Optional[str] = ..., build: _Optional[str] = ...) -> None: ...
+    numerics_class: str
+    def __init__(self, vision_digest: _Optional[bytes] = ..., patch: _Optional[int] = ..., downsample: _Optional[int] = ..., min_pixels: _Optional[int] = ..., max_tokens: _Optional[int] = ..., columns: _Optional[int] = ..., max_patches_per_image: _Optional[int] = ..., max_patches_per_step: _Optional[int] = ..., epoch: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., engine_id: _Optional[str] = ..., host_id: _Optional[str] = ..., max_image_bytes: _Optional[int] = ..., model_id: _Optional[str] = ..., build: _Optional[str] = ..., numerics_class: _Optional[str] = ...) -> None: ...
 
 class VisionWatchRequest(_message.Message):
     __slots__ = ("period",)
@@ -276,7 +278,7 @@ class VisionWatchRequest(_message.Message):
     def __init__(self, period: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class VisionLoad(_message.Message):
-    __slots__ = ("epoch", "seq", "state", "patches_queued", "patches_limit", "images_queued", "images_in_cpu", "a_ms", "b_ms_per_patch", "cache_bytes", "tickets_open", "step_counter")
+    __slots__ = ("epoch", "seq", "state", "patches_queued", "patches_limit", "images_queued", "images_in_cpu", "a_ms", "b_ms_per_patch", "cache_bytes", "tickets_open", "step_counter", "patches_encoded")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[VisionLoad.State]
@@ -301,6 +303,7 @@ class VisionLoad(_message.Message):
     CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TICKETS_OPEN_FIELD_NUMBER: _ClassVar[int]
     STEP_COUNTER_FIELD_NUMBER: _ClassVar[int]
+    PATCHES_ENCODED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     seq: int
     state: VisionLoad.State
@@ -313,7 +316,8 @@ class VisionLoad(_message.Message):
     cache_bytes: int
     tickets_open: int
     step_counter: int
-    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., state: _Optional[_Union[VisionLoad.State, str]] = ..., patches_queued: _Optional[int] = ..., patches_limit: _Optional[int] = ..., images_queued: _Optional[int] = ..., images_in_cpu: _Optional[int] = ..., a_ms: _Optional[float] = ..., b_ms_per_patch: _Optional[float] = ..., cache_bytes: _Optional[int] = ..., tickets_open: _Optional[int] = ..., step_counter: _Optional[int] = ...) -> None: ...
+    patches_encoded: int
+    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., state: _Optional[_Union[VisionLoad.State, str]] = ..., patches_queued: _Optional[int] = ..., patches_limit: _Optional[int] = ..., images_queued: _Optional[int] = ..., images_in_cpu: _Optional[int] = ..., a_ms: _Optional[float] = ..., b_ms_per_patch: _Optional[float] = ..., cache_bytes: _Optional[int] = ..., tickets_open: _Optional[int] = ..., step_counter: _Optional[int] = ..., patches_encoded: _Optional[int] = ...) -> None: ...
 
 class VisionDrainRequest(_message.Message):
     __slots__ = ("deadline",)

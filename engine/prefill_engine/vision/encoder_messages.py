@@ -49,9 +49,10 @@ class Loading(Struct, tag="loading"):
 
 
 class EncoderReady(Struct, tag="ready"):
-    """vision_digest: 32 bytes. columns: of a row. dtype: "bf16" or "fp32". device: as torch names it."""
+    """vision_digest: 32 bytes; covers numerics_class. columns: of a row. dtype: "bf16" or "fp32". device: as torch names it."""
 
     vision_digest: bytes
+    numerics_class: str
     columns: int
     dtype: str
     device: str

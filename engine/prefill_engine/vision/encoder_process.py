@@ -34,7 +34,7 @@ from prefill_engine.vision.encoder_messages import (
 from prefill_engine.vision.plan import ImagePlan, plan_image
 from prefill_engine.vision.slab import AttachedSlab
 from prefill_engine.vision.tower import VisionTower
-from prefill_engine.vision.weights import load_vision_parameters, vision_digest
+from prefill_engine.vision.weights import load_vision_parameters, vision_digest, vision_numerics
 from prefill_kernels.vision_ops import load_vision_ops
 from prefill_plan.config import Device
 from prefill_plan.encoder_config import EncoderConfig
@@ -86,12 +86,13 @@ class _Encoder:
     def run(self) -> None:
         started = time.monotonic()
         self._enter("load")
-        tower, spec, digest = self._load()
+        tower, spec, digest, numerics = self._load()
         self._enter("warmup")
         self._warm_up(tower, spec)
         self._enter("serve")
         ready = EncoderReady(
             vision_digest=digest,
+            numerics_class=numerics,
             columns=tower.columns,
             dtype=self._config.activation,
             device=str(tower.device),
@@ -103,7 +104,7 @@ class _Encoder:
             self._raise_fault("batch")
             self._send(self._run_batch(tower, spec, job))
 
-    def _load(self) -> tuple[VisionTower, VisionSpec, bytes]:
+    def _load(self) -> tuple[VisionTower, VisionSpec, bytes, str]:
         config = self._config
         path = Path(config.model.path)
         model = load_model_spec(path)
@@ -115,9 +116,10 @@ class _Encoder:
             raise ConfigError(f"ops: {error}") from error
         device = _pick_device(config.device)
         parameters = load_vision_parameters(path, model, device=device, progress=self._note_load)
-        digest = vision_digest(path, model)
+        numerics = vision_numerics(config.device, config.ops, config.activation)
+        digest = vision_digest(path, model, numerics=numerics)
         tower = VisionTower(model.vision, parameters, ops=ops, activation=_DTYPES[config.activation])
-        return tower, model.vision, digest
+        return tower, model.vision, digest, numerics
 
     def _note_load(self, progress: LoadProgress) -> None:
         self._send(Loading(stage="load", done=progress.done_bytes, total=progress.total_bytes))

@@ -118,6 +118,7 @@ class Flights:
         self.batch: Batch | None = None
         self.cost = BatchCost()
         self.num_batches = 0
+        self.patches_encoded = 0
         self.patches = 0
         """Of all flights."""
 
@@ -193,6 +194,7 @@ class Flights:
         assert batch.batch_id == message.batch_id, "answer to another batch"
         self.batch = None
         self.num_batches += 1
+        self.patches_encoded += batch.patches
         seconds = self._loop.time() - batch.sent_at
         self.cost.note(patches=batch.patches, ms=seconds * 1e3)
         self._on_batch(batch, message)

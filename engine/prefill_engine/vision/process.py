@@ -9,20 +9,27 @@ import json
 import logging
 import os
 import secrets
-import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from prefill_engine.front.exits import Ending, judge_rank_loss, termination_json, write_termination
+from prefill_engine.front.exits import Ending, judge_rank_loss
 from prefill_engine.front.front import STOP_SECONDS
-from prefill_engine.front.ports import OpenPorts
+from prefill_engine.front.listening import OpenPorts
+from prefill_engine.front.serving import (
+    announce_ready,
+    drain_on_signals,
+    drained,
+    end_tasks,
+    load_timeout,
+    run_front,
+    run_to_ending,
+)
 from prefill_engine.settings import HostIdentity
 from prefill_engine.vision.encoder_link import EncoderLink
 from prefill_engine.vision.encoder_messages import ENCODER_RANK, EncoderArgs
@@ -31,16 +38,11 @@ from prefill_engine.vision.ve_build import BuiltVe, build_ve
 from prefill_engine.vision.ve_front import VisionFront
 from prefill_engine.vision.ve_ports import open_ve_ports
 from prefill_engine.vision.worker_pool import DecodePool
-from prefill_plan.encoder_config import EncoderConfig, check_encoder_config
+from prefill_plan.encoder_config import CANVAS_BYTES_PER_PIXEL, EncoderConfig, check_encoder_config
 from prefill_plan.errors import CheckpointError, ConfigError, ExitCode
 from prefill_plan.model_spec import ModelSpec, load_model_spec
 
 logger = logging.getLogger(__name__)
-
-_STALL_SECONDS = 60.0  # C44: a load that makes progress may pass its time-out
-_WATCH_SECONDS = 0.05
-_CANVAS_BYTES_PER_PATCH = 3 * 2
-"""Times patch_size squared. Twice what the patches that may be queued take: canvases come and go in any order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +59,11 @@ class VeOptions:
 
 def run_ve(config: EncoderConfig, identity: HostIdentity, options: VeOptions) -> Ending:
     """Serves until SIGTERM, SIGINT or the loss of the encoder; the termination message is written before it returns."""
-    try:
-        model = check_ve_start(config)
-        ending = asyncio.run(_Process(config, model, identity, options).serve())
-    except ConfigError as error:
-        ending = Ending(exit_code=ExitCode.CONFIG, phase="start", rank=None, detail=error.message)
-    except CheckpointError as error:
-        ending = Ending(exit_code=ExitCode.CHECKPOINT, phase="start", rank=None, detail=error.message)
-    write_termination(options.termination_log, termination_json(ending, plan_hash=identity.plan_hash))
-    return ending
+
+    def run() -> Ending:
+        return asyncio.run(_Process(config, check_ve_start(config), identity, options).serve())
+
+    return run_to_ending(run, termination_log=options.termination_log, plan_hash=identity.plan_hash)
 
 
 def check_ve_start(config: EncoderConfig) -> ModelSpec:
@@ -104,7 +102,7 @@ class _Process:
         if orphans:
             logger.warning("removed shared memory of encoders that are gone", extra={"files": orphans})
         patches = self._config.max_queued_patches
-        canvas_bytes = patches * self._model.vision.patch_size**2 * _CANVAS_BYTES_PER_PATCH
+        canvas_bytes = patches * self._model.vision.patch_size**2 * CANVAS_BYTES_PER_PIXEL
         name = f"{self._host.engine_id}.{os.getpid()}"
         canvases = Slab(f"{name}.canvas", canvas_bytes, key="queue.max_patches")
         try:
@@ -158,12 +156,12 @@ class _Process:
     async def _run_until_end(self, built: BuiltVe, link: EncoderLink, facts: dict[str, object]) -> Ending:
         """The first of: the encoder lost, drained after a signal, load time-out, an error of ours."""
         front = built.front
-        _drain_on_signals(front, seconds=self._config.server.drain_seconds)
-        running = asyncio.create_task(_run_front(front))
+        drain_on_signals(front, seconds=self._config.server.drain_seconds, begin_drain=front.queue.begin_drain)
+        running = asyncio.create_task(run_front(front))
         endings: list[Coroutine[None, None, Ending]] = [
             _encoder_lost(front, link),
-            _drained(front),
-            _load_timeout(front, seconds=self._config.server.load_timeout_seconds),
+            drained(front, lambda: front.queue.drain_status().done),
+            load_timeout(front, seconds=self._config.server.load_timeout_seconds),
         ]
         watching = [asyncio.create_task(ending) for ending in endings]
         watching.append(asyncio.create_task(self._start(front, built.pool, facts)))
@@ -172,12 +170,12 @@ class _Process:
             done, _ = await asyncio.wait([running, *watching], return_when=asyncio.FIRST_COMPLETED)
             ending = next(iter(done)).result()
             if ending.exit_code is ExitCode.DRAINED:
-                await _end_tasks(watching)
+                await end_tasks(watching)
                 code = await link.stop(seconds=STOP_SECONDS if front.ready.is_set() else 0.0)
                 if code:
                     ending = judge_rank_loss(exit_codes=[(ENCODER_RANK, code)], reports=link.last_words, phase="drain")
         finally:
-            await _end_tasks(tasks)
+            await end_tasks(tasks)
         level = logging.INFO if ending.exit_code is ExitCode.DRAINED else logging.ERROR
         extra = {"exit": int(ending.exit_code), "phase": ending.phase, "detail": ending.detail}
         logger.log(level, "encoder ended", extra=extra)
@@ -188,15 +186,7 @@ class _Process:
         await pool.start()
         await front.tower_loaded.wait()
         front.ready.set()
-        line = json.dumps({"event": "ready", **facts})
-        ready_file = self._options.ready_file
-        if ready_file is not None:
-            # Renamed into place: who waits for the file never reads half of it.
-            part = ready_file.with_name(ready_file.name + ".part")
-            part.write_text(line + "\n")
-            part.rename(ready_file)
-        self._options.announce(line)
-        logger.info("ready", extra=facts)
+        announce_ready(facts, ready_file=self._options.ready_file, announce=self._options.announce)
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
@@ -214,58 +204,9 @@ class _Process:
         }
 
 
-async def _end_tasks(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _drain_on_signals(front: VisionFront, *, seconds: float) -> None:
-    loop = asyncio.get_running_loop()
-
-    def begin(number: signal.Signals) -> None:
-        # A second Ctrl-C means now; a second SIGTERM changes nothing (C43).
-        again = number is signal.SIGINT and front.stopping.is_set()
-        logger.info("drain begins", extra={"signal": number.name, "seconds": 0.0 if again else seconds})
-        front.queue.begin_drain(0.0 if again else seconds)
-        front.stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, begin, number)
-
-
-async def _run_front(front: VisionFront) -> Ending:
-    try:
-        await front.run()
-    except ExceptionGroup as group:
-        logger.exception("front failed")
-        detail = "; ".join(f"{type(error).__name__}: {error}" for error in group.exceptions)
-        return Ending(exit_code=ExitCode.UNKNOWN, phase=front.phase, rank=None, detail=detail)
-    raise AssertionError("the front ended without a reason")
-
-
 async def _encoder_lost(front: VisionFront, link: EncoderLink) -> Ending:
     code = await link.wait()
     phase = front.phase
     logger.error("encoder process lost", extra={"exit_code": code})
     front.queue.lose_encoder()
     return judge_rank_loss(exit_codes=[(ENCODER_RANK, code)], reports=link.last_words, phase=phase)
-
-
-async def _drained(front: VisionFront) -> Ending:
-    await front.stopping.wait()
-    while not front.queue.drain_status().done:
-        await asyncio.sleep(_WATCH_SECONDS)
-    return Ending(exit_code=ExitCode.DRAINED, phase="drain", rank=None, detail="drained")
-
-
-async def _load_timeout(front: VisionFront, *, seconds: float) -> Ending:
-    await asyncio.sleep(seconds)
-    while not front.ready.is_set():
-        stalled = front.seconds_without_progress
-        if stalled > _STALL_SECONDS:
-            detail = f"not ready after {seconds:.0f} s and no progress for {stalled:.0f} s"
-            return Ending(exit_code=ExitCode.UNKNOWN, phase=front.phase, rank=None, detail=detail)
-        await asyncio.sleep(1.0)
-    await asyncio.Event().wait()
-    raise AssertionError("unreachable")

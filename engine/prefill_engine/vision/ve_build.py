@@ -77,6 +77,7 @@ def build_ve(
         return ServedTower(
             spec=model.vision,
             vision_digest=ready.vision_digest,
+            numerics_class=ready.numerics_class,
             columns=ready.columns,
             dtype=ready.dtype,
             device=config.device.value,

@@ -20,7 +20,7 @@ from prefill_plan.config import Device
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.02
-REFRESH_SECONDS = 0.25
+_REFRESH_SECONDS = 0.25
 # Health takes ten times the layer's time; a layer of the largest image takes seconds on the CPUs of a laptop.
 _CPU_LAYER_MS = 6000.0
 
@@ -119,6 +119,7 @@ class VisionFront:
             cache_bytes=queue.cache.cached_bytes,
             tickets_open=queue.tickets.num_open,
             step_counter=flights.num_batches,
+            patches_encoded=flights.patches_encoded,
         )
 
     @property
@@ -142,7 +143,7 @@ class VisionFront:
         while True:
             queue = self.queue
             self.telemetry.refresh(self.view(), cache=queue.cache, tickets=queue.tickets, pool=self._pool.counters())
-            await asyncio.sleep(REFRESH_SECONDS)
+            await asyncio.sleep(_REFRESH_SECONDS)
 
     def _pulses(self) -> list[RankPulse]:
         batch = self.queue.flights.batch

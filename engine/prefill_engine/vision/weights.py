@@ -23,13 +23,15 @@ from prefill_engine.model.safetensors_reader import read_into
 from prefill_engine.model.shard_stream import ShardStream
 from prefill_engine.model.tensor_names import build_vision_tensors, is_vision_tensor
 from prefill_engine.model.weights import compare_headers
+from prefill_kernels.op_sets import ops_identity
+from prefill_plan.config import Device
 from prefill_plan.errors import CheckpointError
 from prefill_plan.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
-_DIGEST_DOMAIN = b"prefill vision digest 1"
+_DIGEST_DOMAIN = b"prefill vision digest 2"
 _RECIPE = b"fixed-point plan; Pillow < 13 bicubic, horizontal first; padding 127; white below alpha; first frame"
 """What happens to pixels before the tower. Another recipe gives other embeddings under the same weights: change this text with
 it."""
@@ -116,18 +118,30 @@ def vision_catalogue(path: Path, spec: ModelSpec) -> Catalogue:
     return catalogue
 
 
-def vision_digest(path: Path, spec: ModelSpec) -> bytes:
-    """Identity of a tower and of what is done to pixels before it, 32 bytes: part of every image's content key.
+def vision_numerics(device: Device, ops: str, activation: str) -> str:
+    """Names the arithmetic of a tower's rows, as numerics_class does that of KV: encoders of two names may differ in a bit.
 
-    Covers each tensor's name, dtype, shape and bytes, the numbers of vision_config and the preprocessing recipe, so a cut-out
-    and its full checkpoint agree and two fine-tunes differ. Reads all of it (0.97 GB for the release: seconds).
+    Raises:
+        ValueError: as ops_identity.
+    """
+    return f"{device.value}-{ops_identity(ops)}-{activation}"
+
+
+def vision_digest(path: Path, spec: ModelSpec, *, numerics: str) -> bytes:
+    """Identity of a tower's rows, 32 bytes: part of every image's content key.
+
+    Covers each tensor's name, dtype, shape and bytes, the numbers of vision_config, the preprocessing recipe and the arithmetic,
+    so a cut-out and its full checkpoint agree, and two fine-tunes or two op sets differ. Reads all of it (0.97 GB, seconds).
+
+    Args:
+        numerics: of vision_numerics.
 
     Raises:
         CheckpointError: as load_vision_parameters.
     """
     catalogue = vision_catalogue(path, spec)
     digest = hashlib.sha256()
-    _add(digest, _DIGEST_DOMAIN, _RECIPE, msgspec.json.encode(spec.vision))
+    _add(digest, _DIGEST_DOMAIN, _RECIPE, numerics.encode(), msgspec.json.encode(spec.vision))
     buffer = memoryview(bytearray(_PIECE_BYTES))
     for name, located in sorted(catalogue.tensors.items()):
         stored = located.stored

@@ -102,28 +102,32 @@ class EncoderPeer:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _BACK_OFF_SECONDS[1])
 
+    async def identify(self) -> int:
+        """Asks it who it is; its epoch. Raises ValueError: its rows are not for this model."""
+        info = await self.stub.GetInfo(vision_pb2.VisionInfoRequest(), timeout=_CALL_SECONDS)
+        if info.vision_digest != self._digest:
+            digests = f"vision_digest {info.vision_digest.hex()[:16]}, expected {self._digest.hex()[:16]}"
+            raise ValueError(
+                f"{digests}: another tower, or other arithmetic; its numerics_class is {info.numerics_class or 'not told'}, "
+                "vision.numerics_class says which one is expected here"
+            )
+        if info.columns != self._columns or info.dtype != "bf16":
+            raise ValueError(f"rows of {info.columns} {info.dtype} values, expected {self._columns} bf16")
+        return int(info.epoch)
+
     async def close(self) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._channel.close(None)
 
     async def _follow(self) -> None:
-        """Raises ValueError: its rows are not for this model."""
-        epoch = await self._identify()
+        epoch = await self.identify()
         request = vision_pb2.VisionWatchRequest()
         request.period.FromMilliseconds(100)
         async for report in self.stub.WatchLoad(request):
             if report.epoch != epoch:
-                epoch = await self._identify()
+                epoch = await self.identify()
             was_usable = self._report is not None
             self._report, self._reported_at, self._sent_since = report, self._clock(), 0
             if not was_usable:
                 logger.info("encoder found", extra={"encoder": self.address, "epoch": report.epoch})
             self._changed()
-
-    async def _identify(self) -> int:
-        info = await self.stub.GetInfo(vision_pb2.VisionInfoRequest(), timeout=_CALL_SECONDS)
-        if info.vision_digest != self._digest:
-            raise ValueError(f"vision_digest {info.vision_digest.hex()[:16]}, expected {self._digest.hex()[:16]}")
-        if info.columns != self._columns or info.dtype != "bf16":
-            raise ValueError(f"rows of {info.columns} {info.dtype} values, expected {self._columns} bf16")
-        return int(info.epoch)

@@ -204,9 +204,16 @@ class ImageFetcher:
             raise lost("EMBEDDING_GONE", text, index=source.index, detail=f"encoder {ticket.address}")
         try:
             async with asyncio.timeout(max(0.0, seconds)):
+                # The ticket does not say of which tower its rows are. A restart after this answer takes the ticket with it.
+                await peer.identify()
                 transport = await self._pull_ticket(peer, source, ticket, target=target)
         except TimeoutError:
             raise self._timed_out(source, [ticket.address], seconds) from None
+        except ValueError as error:
+            text = "the rows of its ticket are of another tower or other arithmetic; they were not taken"
+            raise lost(
+                "EMBEDDING_GONE", text, index=source.index, detail=f"encoder {ticket.address}: {error}"
+            ) from error
         except grpc.aio.AioRpcError as error:
             raise self._failed(peer, source, error) from error
         return Fetched(encoder=ticket.address, from_cache=False, transport=transport, tries=1)

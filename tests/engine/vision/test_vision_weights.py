@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from prefill_engine.cli.make_checkpoint import add_arguments, cmd_make_checkpoint
 from prefill_engine.model.tensor_names import is_vision_tensor
-from prefill_engine.vision.weights import VisionParameters, load_vision_parameters, vision_digest
+from prefill_engine.rank.model_runner import read_digests
+from prefill_engine.vision.weights import VisionParameters, load_vision_parameters, vision_digest, vision_numerics
+from prefill_plan.config import Device, EngineConfig, ModelConfig, VisionConfig, VisionMode
 from prefill_plan.errors import CheckpointError
+from prefill_plan.kv_layout import block_layout
 from prefill_plan.model_spec import load_model_spec
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -23,8 +27,8 @@ def load(directory: Path) -> VisionParameters:
     return load_vision_parameters(directory, load_model_spec(directory), device=torch.device("cpu"))
 
 
-def digest(directory: Path) -> bytes:
-    return vision_digest(directory, load_model_spec(directory))
+def digest(directory: Path, *, numerics: str = "cpu-ref-bf16") -> bytes:
+    return vision_digest(directory, load_model_spec(directory), numerics=numerics)
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
@@ -165,6 +169,15 @@ def test_a_random_cut_out_is_the_tower_of_the_full_random_checkpoint(full: Path,
     assert digest(tmp_path / "random") == digest(full)
 
 
+def test_a_random_tower_needs_only_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As with the release's config.json alone: the presets' tokenizer does not fit its Engram tables."""
+    shutil.copy(GOLDEN / "tiny_vision" / "config.json", tmp_path)
+    assert make("--config", tmp_path / "config.json", "--out", tmp_path / "full") == 2
+    assert "tokenizer" in capsys.readouterr().err
+    assert make("--config", tmp_path / "config.json", "--vision-only", "--out", tmp_path / "tower") == 0
+    assert load(tmp_path / "tower").blocks
+
+
 def test_a_cut_out_keeps_float32_norms_and_official_names(tower_copy: Path, tmp_path: Path) -> None:
     (shard,) = tower_copy.glob("*.safetensors")
     tensors = load_file(shard) | {"vision.norm.weight": torch.linspace(0, 1, 128)}
@@ -212,6 +225,27 @@ def test_the_digest_changes_with_one_bit_of_a_weight(tower_copy: Path) -> None:
     weight.view(torch.int16)[-1, -1] ^= 1
     rewrite(tower_copy, {"aligner.w2.weight": weight})
     assert digest(tower_copy) != before
+
+
+def test_the_digest_names_the_arithmetic_of_the_rows(tower_copy: Path) -> None:
+    """Kernel sets differ in bits, and so would the KV of prompts that share the images' keys."""
+    assert vision_numerics(Device.CPU, "ref", "bf16") == "cpu-ref-bf16"
+    others = ("gpu-triton-sm_90-bf16", "gpu-triton-sm_100-bf16", "cpu-ref-fp32")
+    assert len({digest(tower_copy, numerics=each) for each in ("cpu-ref-bf16", *others)}) == 4
+
+
+def test_an_engine_expects_rows_of_its_own_arithmetic_unless_it_is_told(full: Path) -> None:
+    spec = load_model_spec(full)
+
+    def expected(vision: VisionConfig) -> bytes:
+        config = EngineConfig(model=ModelConfig(path=str(full)), device=Device.CPU, ops="ref", vision=vision)
+        return read_digests(config, spec, block_layout(spec, config.kv.record_format)).vision
+
+    remote = VisionConfig(mode=VisionMode.REMOTE, endpoints=("ve:1",))
+    assert expected(remote) == digest(full)
+    told = structs.replace(remote, numerics_class="gpu-triton-sm_90-bf16")
+    assert expected(told) == digest(full, numerics="gpu-triton-sm_90-bf16")
+    assert expected(VisionConfig()) == b""
 
 
 def test_the_digest_ignores_the_text_model_and_covers_the_resize_plan(tower_copy: Path) -> None:

@@ -344,6 +344,17 @@ async def test_ticket_of_an_encoder_that_is_not_ours_is_never_called() -> None:
 
 
 @in_loop
+async def test_ticket_of_other_arithmetic_is_not_taken() -> None:
+    """The encoder is one of ours by its name; that it can't be used for new images says nothing of a ticket's."""
+    async with scene(num_encoders=2, digest=b"o" * 32, numerics_class="gpu-triton-sm_90-bf16") as s:
+        failure = await s.failure(held(s))
+        assert (failure.reason, failure.retry_scope) == ("EMBEDDING_GONE", "REPLAN")
+        assert "other arithmetic" in failure.public_message
+        assert "its numerics_class is gpu-triton-sm_90-bf16" in failure.operator_detail
+        assert bytes(s.target) == b"\xee" * len(ROWS)
+
+
+@in_loop
 async def test_ticket_that_is_not_needed_is_given_back() -> None:
     async with scene() as s:
         s.fetcher.give_up(held(s))
