@@ -1,37 +1,53 @@
-"""The demo: one conversation of five turns over two nodes on loopback, each hand-off checked by a decode probe.
+"""The demo: one conversation over two nodes on loopback, each hand-off checked by a decode probe.
 
-Called by `prefill-engine demo` and by its end-to-end test. Turns: cold; one turn longer; after the engine was killed; on the
-other node, whose kvd pulls the window snapshot from the first one's; and back, after that node's kvd was killed, so that the
-window is replayed. The trap: a demo that only prints looks right when nothing is; every turn is held against the positions that
-prefill_plan computes, against where the window must come from, and against the probe's reference.
+Called by `prefill-engine demo` and by its end-to-end test. Turns (demo_turns.py): cold; one turn longer; after the engine was
+killed; on the other node and with a screenshot, whose rows a vision encoder makes while blocks come from the store and the
+window snapshot from the first node's kvd; that turn once more, the image inside the hit; and back, after the other node's kvd
+was killed, so that the window is replayed. The trap: a demo that only prints looks right when nothing is; every turn is held
+against what prefill_plan computes, against the encoder's own counters and against the probe's reference.
 """
 
 import asyncio
+import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 from tokenizers import Tokenizer
 
+from prefill_engine.batch import SpanEmbeddings
 from prefill_engine.client import PrefillClient, PrefillOptions
 from prefill_engine.decode_probe import DecodeProbe, join_components, load_probe
-from prefill_engine.demo_nodes import NODE_NAMES, Cluster, Node
-from prefill_engine.demo_prompt import NUM_TURNS, Conversation, build_conversation
-from prefill_engine.demo_report import KvdFigures, TurnReport, read_figures
-from prefill_engine.demo_traffic import busy_with_others
+from prefill_engine.demo_nodes import Cluster, Node
+from prefill_engine.demo_prompt import Conversation, Prompt, add_message, build_conversation
+from prefill_engine.demo_report import (
+    EncoderFigures,
+    KvdFigures,
+    SwapFigures,
+    TurnReport,
+    encoder_stages,
+    group_stages,
+    num_swapped_groups,
+    read_encoder_figures,
+    read_figures,
+    read_swap_figures,
+)
+from prefill_engine.demo_turns import TURNS, Expected, Known, Turn, answer_problems, path_problems
 from prefill_engine.model.checkpoint_texts import check_texts, read_preset
 from prefill_engine.model.checkpoint_writer import checkpoint_bytes, write_checkpoint
 from prefill_engine.takeover import Outcome
 from prefill_engine.takeover_way import TakeOverWay, send_and_take_over
 from prefill_engine.timeline import AttemptRecord, Stage, window_source
+from prefill_engine.vision.embed_images import embed_images
 from prefill_plan.config import RecordFormat, ReplayConfig
 from prefill_plan.errors import PeerError, PrefillError
 from prefill_plan.model_spec import ModelSpec
-from prefill_plan.positions import PrefillPositions, plan_positions
 
 _REQUEST_SECONDS = 120.0
+_FIGURES_SECONDS = 30.0
+_POLL_SECONDS = 0.05
 _SHARD_BYTES = 1 << 30
 _POOL_TOKENS = 16_384
 _STATE_SLOTS = 4
@@ -50,7 +66,8 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The model and the prompt, before any process runs. num_bytes: of all tensors."""
+    """The model and the prompt, before any process runs. num_bytes: of all tensors. screenshot_rows: what an encoder must make of
+    the screenshot, computed here; its start means nothing."""
 
     model: Path
     spec: ModelSpec
@@ -59,6 +76,7 @@ class Prepared:
     conversation: Conversation
     keep_tokens: int
     probe: DecodeProbe
+    screenshot_rows: SpanEmbeddings
 
 
 class Narrator:
@@ -75,48 +93,6 @@ class Narrator:
 
     def turn_done(self, turn: TurnReport) -> None:
         """A turn is done and checked."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Turn:
-    """mode: how its KV is handed over. restarts: its node's engine is killed after the turn before. kills_kvd: of this node,
-    before it. is_queued: others' prompts are computed first."""
-
-    label: str
-    node: str
-    mode: str
-    restarts: bool = False
-    kills_kvd: str = ""
-    is_queued: bool = False
-
-
-_TURNS = (
-    _Turn(label="turn 1, node A, cold", node="A", mode="pull"),
-    _Turn(label="turn 2, node A, one turn longer", node="A", mode="push"),
-    _Turn(label="turn 3, node A, its engine was killed (-9) and restarted", node="A", mode="pull", restarts=True),
-    _Turn(label="turn 4, the conversation moves to node B", node="B", mode="store-only", is_queued=True),
-    _Turn(label="turn 5, back to node A, node B's kvd was killed (-9)", node="A", mode="pull", kills_kvd="B"),
-)
-assert len(_TURNS) == NUM_TURNS
-
-
-@dataclass(slots=True, kw_only=True)
-class _Known:
-    """What was left where so far. num_tokens: of the last prompt, whose whole blocks are in the store. snapshots: positions, by
-    node. living: nodes whose kvd runs."""
-
-    num_tokens: int = 0
-    snapshots: dict[str, set[int]] = field(default_factory=lambda: {name: set() for name in NODE_NAMES})
-    living: set[str] = field(default_factory=lambda: set(NODE_NAMES))
-
-    def source(self, position: int, node: str) -> str:
-        """Where a turn on that node must have its window from: window_source's words."""
-        if position == 0:
-            return "none"
-        if position in self.snapshots[node]:
-            return "held"
-        others = self.living - {node}
-        return "pulled" if any(position in self.snapshots[other] for other in others) else "replay"
 
 
 def run_demo(options: DemoOptions, narrator: Narrator) -> tuple[TurnReport, ...]:
@@ -158,12 +134,14 @@ def prepare(options: DemoOptions) -> Prepared:
     released_window = replay.keep_tokens >= spec.window_tokens + replay.max_rollback_tokens > _TINY_KEEP_TOKENS
     keep_tokens = replay.keep_tokens if released_window else _TINY_KEEP_TOKENS
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    conversation = build_conversation(tokenizer, num_tokens=options.num_tokens, image_token_id=spec.image_token_id)
+    (screenshot_rows,) = embed_images(model, [(0, conversation.screenshot)])
     return Prepared(
         model=model,
         spec=spec,
         num_bytes=checkpoint_bytes(spec),
         write_seconds=write_seconds,
-        conversation=build_conversation(tokenizer, num_tokens=options.num_tokens),
+        conversation=conversation,
         keep_tokens=keep_tokens,
         probe=load_probe(
             model,
@@ -171,15 +149,18 @@ def prepare(options: DemoOptions) -> Prepared:
             keep_tokens=keep_tokens,
             window_rows=spec.window_tokens + replay.max_rollback_tokens,
         ),
+        screenshot_rows=screenshot_rows,
     )
 
 
 def _converse(cluster: Cluster, prepared: Prepared, narrator: Narrator) -> tuple[TurnReport, ...]:
     reports: list[TurnReport] = []
-    known = _Known()
-    tokens: list[int] = []
+    known = Known(keep_tokens=prepared.keep_tokens, window_tokens=prepared.spec.window_tokens)
+    messages = iter(prepared.conversation.messages)
+    vision_digest = asyncio.run(_vision_digest(cluster.nodes[TURNS[0].node]))
+    prompt = Prompt()
     restarted = time.monotonic()
-    for index, (turn, message) in enumerate(zip(_TURNS, prepared.conversation.messages, strict=True)):
+    for index, turn in enumerate(TURNS):
         node = cluster.nodes[turn.node]
         if turn.restarts:
             cluster.wait_for_engine(node)
@@ -189,25 +170,29 @@ def _converse(cluster: Cluster, prepared: Prepared, narrator: Narrator) -> tuple
             cluster.nodes[turn.kills_kvd].kvd.kill()
             known.living.discard(turn.kills_kvd)
             narrator.happened("kill -9", f"kvd of node {turn.kills_kvd}: what was in its memory only is gone")
-        if turn.is_queued:
-            narrator.happened(
-                "others", f"node {turn.node} computes two other prompts first: the pull runs while this turn waits"
+        if not turn.is_repeated:
+            prompt = prompt.with_answer(reports[-1].probe.first_token) if reports else prompt
+            prompt = add_message(
+                prompt,
+                next(messages),
+                screenshot=prepared.conversation.screenshot,
+                spec=prepared.spec,
+                vision_digest=vision_digest,
             )
-        tokens = [*tokens, *message]
-        expected = _expect(known, turn.node, len(tokens), prepared)
-        sent = _send_turn(cluster, prepared, turn, tokens)
-        if index + 1 < len(_TURNS) and _TURNS[index + 1].restarts:
+        expected = known.expect(turn, prompt)
+        sent = _send_turn(cluster, prepared, turn, prompt)
+        if index + 1 < len(TURNS) and TURNS[index + 1].restarts:
             # It loads while the probe computes.
             restarted = time.monotonic()
-            cluster.nodes[_TURNS[index + 1].node].engine.kill()
-            cluster.nodes[_TURNS[index + 1].node].engine.launch()
-        source = known.source(expected.hit_tokens, turn.node)
-        report = _check_turn(turn, sent, tokens, prepared.probe, expected, source)
+            cluster.nodes[TURNS[index + 1].node].engine.kill()
+            cluster.nodes[TURNS[index + 1].node].engine.launch()
+        report = _check_turn(turn, sent, prompt, prepared, expected)
+        if turn.is_repeated:
+            different = answer_problems(report, reports[-1])
+            report = msgspec.structs.replace(report, problems=(*report.problems, *different))
         narrator.turn_done(report)
         reports.append(report)
-        known.num_tokens = len(tokens)
-        known.snapshots[turn.node] |= {*expected.snapshots, *([expected.hit_tokens] if source == "pulled" else [])}
-        tokens = [*tokens, report.probe.first_token]
+        known.note(turn, prompt, expected)
     return tuple(reports)
 
 
@@ -218,85 +203,94 @@ def _restart_lines(node: Node, seconds: float) -> tuple[str, str]:
     )
 
 
-def _expect(known: _Known, node: str, num_tokens: int, prepared: Prepared) -> PrefillPositions:
-    return plan_positions(
-        num_tokens,
-        offered_hit=known.num_tokens,
-        keep_tokens=prepared.keep_tokens,
-        window_tokens=prepared.spec.window_tokens,
-        snapshot_held=lambda position: known.source(position, node) in ("held", "pulled"),
-    )
+async def _vision_digest(node: Node) -> bytes:
+    async with PrefillClient(node.engine.endpoint) as client:
+        return (await client.server_info()).vision_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sent:
     record: AttemptRecord
     outcome: Outcome
-    figures: KvdFigures
+    kvd: KvdFigures
+    swap: SwapFigures
+    encoder: EncoderFigures
 
 
-def _send_turn(cluster: Cluster, prepared: Prepared, turn: _Turn, tokens: list[int]) -> _Sent:
-    node = cluster.nodes[turn.node]
-    before = node.kvd.figures()
-    record, outcome = asyncio.run(_send(turn, node, tokens, model=prepared.model, store=cluster.store))
-    return _Sent(record=record, outcome=outcome, figures=read_figures(before, node.kvd.figures()))
+def _send_turn(cluster: Cluster, prepared: Prepared, turn: Turn, prompt: Prompt) -> _Sent:
+    node, encoder = cluster.nodes[turn.node], cluster.encoder
+    before = (node.kvd.figures(), node.engine.figures(), encoder.figures())
+    record, outcome = asyncio.run(_send(turn, node, prompt, model=prepared.model, store=cluster.store))
+    swap = _wait_for_groups(node, before[1], num_swapped_groups(record))
+    images = read_encoder_figures(before[2], encoder.figures())
+    stages = (*group_stages(record, swap), *encoder_stages(record, images))
+    return _Sent(
+        record=msgspec.structs.replace(record, own_stages=stages),
+        outcome=outcome,
+        kvd=read_figures(before[0], node.kvd.figures()),
+        swap=swap,
+        encoder=images,
+    )
 
 
-async def _send(
-    turn: _Turn, node: Node, tokens: Sequence[int], *, model: Path, store: Path
-) -> tuple[AttemptRecord, Outcome]:
+def _wait_for_groups(node: Node, before: Mapping[str, float], num_groups: int) -> SwapFigures:
+    """The engine's figures as soon as they tell of so many layer groups: its rank reports a few times a second."""
+    deadline = time.monotonic() + _FIGURES_SECONDS
+    while True:
+        swap = read_swap_figures(before, node.engine.figures())
+        if len(swap.ready_seconds) >= num_groups:
+            return swap
+        if time.monotonic() > deadline:
+            raise PeerError(
+                f"the engine of node {node.name} tells of {len(swap.ready_seconds)} layer groups {_FIGURES_SECONDS:.0f} s "
+                f"after a swap-in of {num_groups}; the turn is not shown"
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+async def _send(turn: Turn, node: Node, prompt: Prompt, *, model: Path, store: Path) -> tuple[AttemptRecord, Outcome]:
     endpoint = node.engine.endpoint
     async with PrefillClient(endpoint) as client:
         info = await client.server_info()
-        options = PrefillOptions(store="required", mode=turn.mode)
-        attempt = client.prefill(tokens, options, timeout_seconds=_REQUEST_SECONDS)
+        # Pixels go along always: whether they are needed is the engine's to find out.
+        options = PrefillOptions(store="required", mode=turn.mode, images=prompt.images)
+        attempt = client.prefill(prompt.tokens, options, timeout_seconds=_REQUEST_SECONDS)
         way = TakeOverWay(mode=turn.mode, transport="tcp", model=model, store=store, kv_format=info.format)
-        if turn.is_queued:
-            async with busy_with_others(client, tokens):
-                outcome = await send_and_take_over(attempt, way, endpoint=endpoint)
-        else:
-            outcome = await send_and_take_over(attempt, way, endpoint=endpoint)
+        outcome = await send_and_take_over(attempt, way, endpoint=endpoint)
     return attempt.record(turn.label), outcome
 
 
-def _check_turn(
-    turn: _Turn, sent: _Sent, tokens: list[int], probe: DecodeProbe, expected: PrefillPositions, source: str
-) -> TurnReport:
-    record, outcome = sent.record, sent.outcome
+def _check_turn(turn: Turn, sent: _Sent, prompt: Prompt, prepared: Prepared, expected: Expected) -> TurnReport:
+    record, outcome, probe = sent.record, sent.outcome, prepared.probe
     assert outcome.taken_over is not None, "every turn asks for a ticket"
     usage = outcome.completed.usage
     start = time.monotonic()
     handed = join_components(outcome.taken_over.components, probe.state)
-    verdict = probe.verify(handed, tokens, replayed_hit=usage.cached_tokens if usage.replayed_tokens else None)
+    verdict = probe.verify(
+        handed,
+        prompt.tokens,
+        replayed_hit=usage.cached_tokens if usage.replayed_tokens else None,
+        images=tuple(replace(prepared.screenshot_rows, start=image.start) for image in prompt.images),
+    )
     probe_seconds = time.monotonic() - start
     stage = Stage(
         phase="PROBE", start_seconds=start - record.sent_at_seconds, length_seconds=probe_seconds, note="decode probe"
     )
     return TurnReport(
-        record=msgspec.structs.replace(record, own_stages=(stage,)),
+        record=msgspec.structs.replace(record, own_stages=(*record.own_stages, stage)),
         node=turn.node,
         window_from=window_source(record),
-        kvd=sent.figures,
+        kvd=sent.kvd,
+        swap=sent.swap,
+        encoder=sent.encoder,
+        image_tokens=sum(image.tokens for image in prompt.images),
+        is_repeated=turn.is_repeated,
         handoff_mode=turn.mode,
         handoff_transport=outcome.taken_over.transport,
         handoff_bytes=outcome.taken_over.num_bytes,
         stored_bytes=outcome.taken_over.stored_bytes,
+        handed_sha256=hashlib.sha256(handed.blocks + handed.state).hexdigest(),
         probe=verdict,
         probe_seconds=probe_seconds,
-        problems=(*_path_problems(record, outcome, expected, source), *verdict.problems),
+        problems=(*path_problems(record, expected, sent.encoder), *verdict.problems),
     )
-
-
-def _path_problems(record: AttemptRecord, outcome: Outcome, expected: PrefillPositions, source: str) -> list[str]:
-    """What the engine did against what prefill_plan says it must do."""
-    usage, store, handoff = outcome.completed.usage, outcome.completed.store, outcome.completed.handoff
-    pairs = (
-        ("hit", usage.cached_tokens, expected.hit_tokens),
-        ("window KV from", window_source(record), source),
-        ("replayed rows", usage.replayed_tokens, expected.replay_tokens),
-        ("computed rows", usage.computed_tokens, expected.new_tokens),
-        ("stored blocks", store.blocks_committed if store else 0, expected.end_new_block - expected.first_new_block),
-        ("window snapshots", store.snapshots if store else (), expected.snapshots),
-        ("hand-off", handoff.state if handoff else "", "DELIVERED"),
-    )
-    return [f"{name}: {found}, expected {wanted}" for name, found, wanted in pairs if found != wanted]

@@ -29,6 +29,7 @@ class LocalEngine:
         values. temp_dir: a short path for its sockets, which stay there when it is killed."""
         self.log_path = run_dir / "engine.log"
         self.endpoint = ""
+        self._metrics_port = 0
         # As if outside a pod, also in one: it listens on loopback.
         command = ["env", "-u", "POD_IP", *([f"TMPDIR={temp_dir}"] if temp_dir is not None else []), sys.executable]
         command += ["-m", "prefill_engine", "serve", "--model", str(model)]
@@ -69,6 +70,7 @@ class LocalEngine:
         """
         ready = self._process.wait_ready(timeout_seconds=timeout_seconds)
         self.endpoint = f"{ready['host']}:{ready['port']}"
+        self._metrics_port = int(ready["metrics_port"])
 
     def stop(self, *, timeout_seconds: float) -> int:
         """SIGTERM, then waits for the drain; the exit code.
@@ -82,6 +84,10 @@ class LocalEngine:
     def kill(self) -> None:
         """SIGKILL to the whole group, as a machine that loses power; nothing happens if no engine runs."""
         self._process.kill()
+
+    def figures(self) -> dict[str, float]:
+        """Its metrics, as LocalProcess.read_metrics; what its rank counts comes there a moment later."""
+        return self._process.read_metrics(self._metrics_port)
 
     def log_tail(self) -> str:
         """The last lines of the engine's log, indented."""

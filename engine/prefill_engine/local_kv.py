@@ -5,16 +5,12 @@ under /dev/shm, which the caller makes and removes.
 """
 
 import sys
-import urllib.request
 from pathlib import Path
 
 import msgspec
 
 from prefill_engine.local_process import LocalProcess
-from prefill_plan.errors import PeerError
 from prefill_plan.kvd_config import KvdConfig
-
-_METRICS_SECONDS = 5.0
 
 
 class LocalDirectory(LocalProcess):
@@ -31,15 +27,16 @@ class LocalDirectory(LocalProcess):
 
 
 class LocalKvd(LocalProcess):
-    """`prefill-engine kv serve` of one node. Its metrics port must be open (0 in the configuration)."""
+    """kvd of one node, over a slow store (demo_kvd.py). Its metrics port must be open (0 in the configuration)."""
 
-    def __init__(self, node: str, config: KvdConfig, *, run_dir: Path) -> None:
-        """node: what the directory knows it by."""
+    def __init__(self, node: str, config: KvdConfig, *, run_dir: Path, bytes_per_second: float) -> None:
+        """node: what the directory knows it by. bytes_per_second: what it reads from its store at most."""
         self.config = config
         self._config_path = run_dir / "kvd.json"
         self._metrics_port = 0
         command = ["env", "-u", "POD_IP", f"POD_NAME={node}", sys.executable]
-        command += ["-m", "prefill_engine", "kv", "serve", "--config", str(self._config_path)]
+        command += ["-m", "prefill_engine.demo_kvd", "--config", str(self._config_path)]
+        command += ["--bytes-per-second", str(bytes_per_second)]
         super().__init__(f"kvd of {node}", command, log_path=run_dir / "kvd.log", ready_event="ready")
 
     def launch(self) -> None:
@@ -57,12 +54,4 @@ class LocalKvd(LocalProcess):
         Raises:
             PeerError: it does not answer.
         """
-        try:
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=_METRICS_SECONDS
-            ) as answer:
-                text = answer.read().decode()
-        except OSError as error:
-            raise PeerError(f"{self.name} does not answer at its metrics port: {error}\n{self.log_tail()}") from error
-        rows = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
-        return {name: float(value) for name, _, value in rows}
+        return self.read_metrics(self._metrics_port)

@@ -1,4 +1,4 @@
-"""A child process of ours that says in one line on its standard output that it is ready. Used by LocalEngine and local_kv.
+"""A child process of ours that says in lines on its standard output how far it is. Used by LocalEngine, local_kv and local_ve.
 
 The traps: a child may have children, so it leads a process group of its own and ending it ends the group; Ctrl-C reaches the
 terminal's foreground group only, so whoever starts children must end them, and must not be interrupted while it does.
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from prefill_plan.errors import PeerError
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_SECONDS = 0.02
+_METRICS_SECONDS = 5.0
 _LOG_TAIL_LINES = 20
 
 
@@ -49,17 +51,21 @@ class LocalProcess:
         Raises:
             PeerError: it ended, or was not ready in time; the message has the end of its log.
         """
+        return self.wait_event(self._ready_event, timeout_seconds=timeout_seconds)
+
+    def wait_event(self, name: str, *, timeout_seconds: float) -> dict[str, Any]:
+        """As wait_ready, for another line than the ready one."""
         assert self._process is not None, "launch() comes first"
         deadline = time.monotonic() + timeout_seconds
         while True:
             exit_code = self._process.poll()
             for line in self._out_path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n") and (facts := json.loads(line)).get("event") == self._ready_event:
+                if line.endswith(b"\n") and (facts := json.loads(line)).get("event") == name:
                     return dict(facts)
             if exit_code is not None:
-                raise PeerError(f"{self.name} ended with exit code {exit_code} before it was ready\n{self.log_tail()}")
+                raise PeerError(f"{self.name} ended with exit code {exit_code} before it was {name}\n{self.log_tail()}")
             if time.monotonic() > deadline:
-                raise PeerError(f"{self.name} was not ready after {timeout_seconds:.0f} s\n{self.log_tail()}")
+                raise PeerError(f"{self.name} was not {name} after {timeout_seconds:.0f} s\n{self.log_tail()}")
             time.sleep(_POLL_SECONDS)
 
     @property
@@ -94,6 +100,20 @@ class LocalProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
+
+    def read_metrics(self, port: int) -> dict[str, float]:
+        """What it exports at this port of loopback: name with labels, as Prometheus sees it -> value.
+
+        Raises:
+            PeerError: it does not answer.
+        """
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=_METRICS_SECONDS) as answer:
+                text = answer.read().decode()
+        except OSError as error:
+            raise PeerError(f"{self.name} does not answer at its metrics port: {error}\n{self.log_tail()}") from error
+        rows = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in rows}
 
     def log_tail(self) -> str:
         """The last lines of its log, indented."""

@@ -12,21 +12,27 @@ from typing import TypeVar
 
 import msgspec
 
-from prefill_engine.timeline_bars import PLAIN_STYLE, Span, Style, chart_lines, format_bytes, format_ms
+from prefill_engine.timeline_bars import PLAIN_STYLE, Span, Style, chart_lines, column_seconds, format_bytes, format_ms
 
 PHASE_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "ADMISSION": "admission",
         "QUEUE": "queue",
         "IMAGES": "images",
+        "VE_DECODE": "ve decode",
+        "VE_QUEUE": "ve queue",
+        "VE_ENCODE": "ve encode",
+        "VE_ROWS": "ve rows",
         "SWAP_IN": "swap-in",
+        "SWAP_IN_GROUP": "group",
         "COMPUTE": "compute",
         "STORE": "store",
         "HANDOFF": "hand-off",
         "PROBE": "probe",
     }
 )
-"""pe.v1.Phase (without its prefix) -> row of the timeline, in the order of the rows. PROBE is the client's own."""
+"""pe.v1.Phase (without its prefix) -> row of the timeline, in the order of the rows. VE_*, SWAP_IN_GROUP and PROBE are the
+client's own."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
@@ -153,7 +159,8 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt as its client saw it.
 
     sent_at_seconds: monotonic clock of the client process, one zero for all its records.
-    own_stages: what the client did itself (the probe), start counted from sending; for traces. error: "" = the stream ended well.
+    own_stages: what the client did itself (the probe) or was told elsewhere (VE_*, SWAP_IN_GROUP), start counted from sending.
+    error: "" = the stream ended well.
     """
 
     label: str
@@ -203,20 +210,25 @@ def window_source(record: AttemptRecord) -> str:
 def render_timeline(record: AttemptRecord, *, width: int = 40, style: Style = PLAIN_STYLE) -> str:
     """The attempt as text: headline, one bar per phase over `width` columns, then what was hit, computed and stored.
 
-    The layer groups of a hit come within a few columns of a slow step, so they are drawn again on a scale of their own.
+    Layer groups of a hit have bars of their own; where they all come within a few columns of a slow step, on a scale of theirs.
 
-    The client's own stages are left out: a probe takes longer than what it probes and would squeeze the picture.
+    The probe is left out: it takes longer than what it probes and would squeeze the picture.
 
     Raises:
         ValueError: width < 10.
     """
     if width < 10:
         raise ValueError(f"width {width} < 10 columns")
-    spans = build_spans(msgspec.structs.replace(record, own_stages=()))
+    drawn = tuple(stage for stage in record.own_stages if stage.phase not in _NOT_IN_CHART)
+    spans = build_spans(msgspec.structs.replace(record, own_stages=drawn))
     lines = [f"{style.strong}{record.label}{style.reset}: {_headline(record)}"]
     if spans:
-        lines += chart_lines(spans, width=width, style=style)
-        origin, zoomed = _zoom(record, spans)
+        groups = group_spans(record)
+        are_wide = len(groups) > 1 and min(s.end - s.start for s in groups) >= column_seconds(spans, width=width)
+        parts = {PHASE_NAMES["SWAP_IN"]: groups if are_wide else (), PHASE_NAMES["COMPUTE"]: chunk_spans(record)}
+        with_parts = [each for span in spans for each in (span, *parts.get(span.name, ()))]
+        lines += chart_lines(with_parts, width=width, style=style)
+        origin, zoomed = (0.0, []) if are_wide else _zoom(groups, spans)
         if zoomed:
             title = f"the swap-in by layer groups, on a scale of its own that begins {format_ms(origin)} after sending"
             lines.append(f"  {style.quiet}{title}{style.reset}")
@@ -228,8 +240,10 @@ def render_timeline(record: AttemptRecord, *, width: int = 40, style: Style = PL
 
 
 BodyT = TypeVar("BodyT", bound=Event)
+_NOT_IN_CHART = ("PROBE", "SWAP_IN_GROUP")
 _ZOOM_SHARE = 0.25
 _ZOOM_MARGIN = 1.15
+_MOST_CHUNKS = 4
 
 
 def last_event(record: AttemptRecord, kind: type[BodyT]) -> BodyT | None:
@@ -260,30 +274,58 @@ def _stages_from_events(record: AttemptRecord) -> tuple[Stage, ...]:
 
 
 def group_spans(record: AttemptRecord) -> tuple[Span, ...]:
-    """When the layer groups of the hit came, one span per event of them; each begins where the one before it ends."""
+    """When the layer groups of the hit came; each begins where the one before it ends, those that came together are one.
+
+    From own stages where there are any. Events tell it only roughly: those of a step are sent after it, and of a burst the last.
+    """
     completed = last_event(record, Completed)
     stages = completed.stages if completed is not None else ()
     stage = next((stage for stage in stages if stage.phase == "SWAP_IN"), None)
     if stage is None:
         return ()
     offset = clock_offset(record)
+    own = [each for each in record.own_stages if each.phase == "SWAP_IN_GROUP"]
+    came = [(index + 1, len(own), each.start_seconds + each.length_seconds) for index, each in enumerate(own)]
+    if not came:
+        bodies = ((event, event.body) for event in record.events)
+        came = [
+            (body.layers_ready, body.layers_total, offset + event.since_accept_seconds)
+            for event, body in bodies
+            if isinstance(body, SwapIn)
+        ]
     start, first = offset + stage.start_seconds, 1
     spans = []
-    for event in record.events:
-        if not isinstance(event.body, SwapIn) or event.body.layers_ready < first:
+    for index, (ready, total, at) in enumerate(came):
+        is_with_next = index + 1 < len(came) and came[index + 1][2] <= at
+        if ready < first or is_with_next:
             continue
-        ready, total = event.body.layers_ready, event.body.layers_total
-        end = max(start, offset + event.since_accept_seconds)
+        end = max(start, at)
         name = f"group {first}/{total}" if ready == first else f"group {first}-{ready}"
         spans.append(Span(name=name, start=start, end=end, note=f"{start * 1e3:,.1f} to {end * 1e3:,.1f} ms"))
         start, first = end, ready + 1
     return tuple(spans)
 
 
-def _zoom(record: AttemptRecord, spans: tuple[Span, ...]) -> tuple[float, list[Span]]:
+def chunk_spans(record: AttemptRecord) -> tuple[Span, ...]:
+    """The steps of an attempt that took a few; () = one, or too many to draw."""
+    chunks = _chunks(record)
+    if not 1 < len(chunks) <= _MOST_CHUNKS:
+        return ()
+    offset = clock_offset(record)
+    images = [event.since_accept_seconds for event in record.events if isinstance(event.body, ImageReady)]
+    spans = []
+    for index, event in enumerate(chunks):
+        assert isinstance(event.body, ChunkDone)
+        start = event.since_accept_seconds - event.body.step_seconds
+        note = f"{event.body.chunk_rows:,} rows" + (", images still coming" if start < max(images, default=0.0) else "")
+        name = f"chunk {index + 1}/{len(chunks)}"
+        spans.append(Span(name=name, start=offset + start, end=offset + event.since_accept_seconds, note=note))
+    return tuple(spans)
+
+
+def _zoom(groups: tuple[Span, ...], spans: tuple[Span, ...]) -> tuple[float, list[Span]]:
     """Where the swap-in begins, its groups counted from there, and the computation beside them; no spans if the chart shows them
     well enough."""
-    groups = group_spans(record)
     compute = next((span for span in spans if span.name == PHASE_NAMES["COMPUTE"]), None)
     if not groups or compute is None or groups[-1].end - groups[0].start > _ZOOM_SHARE * max(s.end for s in spans):
         return 0.0, []

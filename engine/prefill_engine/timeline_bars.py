@@ -76,9 +76,15 @@ def bar_line(span: Span, seconds_per_column: float, width: int, style: Style) ->
     return f"  {span.name:<10} {bar:<{width + 1}} {took:>9}  {style.quiet}{span.note}{style.reset}"
 
 
+def column_seconds(spans: Sequence[Span], *, width: int) -> float:
+    """What one column of their chart stands for."""
+    step, num_steps = axis_steps(max(span.end for span in spans))
+    return step * num_steps / width
+
+
 def chart_lines(spans: Sequence[Span], *, width: int, style: Style) -> list[str]:
     """An axis from zero that reaches the last end, and a bar per span."""
     step, num_steps = axis_steps(max(span.end for span in spans))
-    seconds_per_column = step * num_steps / width
+    seconds_per_column = column_seconds(spans, width=width)
     bars = [bar_line(span, seconds_per_column, width, style) for span in spans]
     return [f"  {'':<10} {axis_line(step, num_steps, width)}", *bars]
