@@ -69,7 +69,7 @@ $(TRITON36):
 
 # What a bare GPU machine (Python 3.12, torch, triton) lacks for tests/gpu/run.sh; the folder is ignored and carried along.
 gpu-site: setup  ## wheels that tests/gpu/run.sh needs beside torch and triton, for a GPU machine without network, into .gpu-site
-	$(VENV)-tools/bin/uv pip install --quiet --no-deps --python-version 3.12 --target .gpu-site "$$(grep -o '^msgspec==[0-9.]*' requirements.lock)"
+	$(VENV)-tools/bin/uv pip install --quiet --no-deps --python-version 3.12 --target .gpu-site $$(grep -oE '^(msgspec|crc32c|grpcio|protobuf)==[^ ;]*' requirements.lock)
 
 # Some gigabytes from the package registry, and Debian's fio and libibverbs1; a few minutes, on cores that are idle.
 PEERS := $(VENV)-peers

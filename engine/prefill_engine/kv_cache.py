@@ -11,6 +11,7 @@ position.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,11 +31,23 @@ class _SourceViews:
     index_scales: Tensor
 
 
+class RingImages(Protocol):
+    """prefill_kernels.gpu.ring_rows: ring images taken and restored in one launch each."""
+
+    def take_images(
+        self, rings_LZRB: Tensor, slot: int, images_LI: Tensor, *, image_rows: int, end: int, first_valid: int
+    ) -> None: ...
+
+    def restore_images(
+        self, images_LI: Tensor, rings_LZRB: Tensor, slot: int, *, image_rows: int, end: int
+    ) -> None: ...
+
+
 class KvCache:
     """Owner of the KV memory of one rank. Sizes: num_blocks * stride plus num_state_slots * (rings + compressor state).
 
     raw_dtype None: records of bytes (production). A float dtype: the test-only raw format of decisions C8, same pages
-    and rings with rows of floats instead of records; its bytes must never reach a store.
+    and rings with rows of floats instead of records; its bytes must never reach a store. images: for rings in device memory.
     """
 
     def __init__(
@@ -47,10 +60,12 @@ class KvCache:
         num_state_slots: int,
         device: torch.device,
         raw_dtype: torch.dtype | None = None,
+        images: RingImages | None = None,
     ) -> None:
         self.layout = layout
         self.state = state
         self._device = device
+        self._images = images
         if raw_dtype is None:
             self.blocks = torch.zeros(num_blocks, layout.stride_bytes, dtype=torch.uint8, device=device)
             self._block_bytes = layout.payload_bytes
@@ -217,16 +232,26 @@ class KvCache:
     def _copy_out(self, images: Tensor, first_layer: int, state_slot: int, *, end: int, first: int) -> None:
         """Copies rows [first, end) of consecutive layers into ring images [layers, image bytes] on the host."""
         rows = self.state.snapshot_rows
+        rings = self._rings_u8[first_layer : first_layer + len(images)]
+        if self._images is not None:
+            taken = torch.empty_like(images, device=self._device)
+            self._images.take_images(rings, state_slot, taken, image_rows=rows, end=end, first_valid=first)
+            images.copy_(taken)
+            return
         positions = torch.arange(min(end, max(0, first, end - rows)), end)
-        ring = self._rings_u8[first_layer : first_layer + len(images), state_slot]
+        ring = rings[:, state_slot]
         source = (positions % self.state.ring_rows).to(self._device)
         self._image_rows(images)[:, positions % rows] = ring.index_select(1, source).cpu()
 
     def _copy_in(self, images: Tensor, first_layer: int, state_slot: int, *, end: int) -> None:
         """Copies ring images [layers, image bytes] that end at `end` into the rings of consecutive layers."""
         rows = self.state.snapshot_rows
+        rings = self._rings_u8[first_layer : first_layer + len(images)]
+        if self._images is not None:
+            self._images.restore_images(images.to(self._device), rings, state_slot, image_rows=rows, end=end)
+            return
         positions = torch.arange(max(0, end - rows), end)
-        ring = self._rings_u8[first_layer : first_layer + len(images), state_slot]
+        ring = rings[:, state_slot]
         target = (positions % self.state.ring_rows).to(self._device)
         ring[:, target] = self._image_rows(images)[:, positions % rows].to(self._device)
 

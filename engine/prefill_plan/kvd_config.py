@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from prefill_plan.config import Struct, TlsConfig
 
+JOURNAL_ROOM_BYTES = 2 << 20
+"""Beside the pool, in the same file system: kvd's lease journal before it is written anew (1 MiB), and the new one."""
+
 
 class KvdStoreKind(StrEnum):
     MEMORY = "memory"

@@ -16,6 +16,7 @@ from prefill_engine.rank.cuda_plan import (
     gate_word,
     plan_registrations,
 )
+from prefill_engine.rank.cuda_pools import PinnedPools
 from prefill_engine.rank.cuda_swap_in import NUM_WORDS, CudaCopier, CudaGates
 from prefill_engine.rank.swap_counters import SwapCounters
 from prefill_engine.rank.swap_in import LoadProgress
@@ -23,6 +24,7 @@ from prefill_engine.rank.swap_plan import Ending
 from prefill_plan.config import RecordFormat
 from prefill_plan.kv_layout import block_layout
 from prefill_plan.model_spec import released_model_spec
+from prefill_testing.stub_cuda import StubDriver
 
 GIB = 1 << 30
 RECORD = 114_688
@@ -78,39 +80,6 @@ def test_gate_word_value(groups: int, is_over: bool, still: float, word: int) ->
 
 
 # --- with a driver
-class StubDriver:
-    """Remembers calls; a stream is done when the test says so."""
-
-    def __init__(self) -> None:
-        self.registered: dict[int, int] = {}
-        self.waits: list[tuple[int, int, int]] = []
-        self.copies: list[tuple[int, int, int]] = []
-        self.synchronized: list[int] = []
-        self._buffers: list[ctypes.Array[ctypes.c_uint32]] = []
-
-    def register_host(self, address: int, num_bytes: int) -> None:
-        self.registered[address] = num_bytes
-
-    def unregister_host(self, address: int) -> None:
-        del self.registered[address]
-
-    def device_address(self, address: int) -> int:
-        return address
-
-    def allocate_words(self, num_words: int) -> int:
-        self._buffers.append((ctypes.c_uint32 * num_words)())
-        return ctypes.addressof(self._buffers[-1])
-
-    def wait_word(self, stream: int, device_address: int, value: int) -> None:
-        self.waits.append((stream, device_address, value))
-
-    def copy_to_device(self, stream: int, target: int, source: int, num_bytes: int) -> None:
-        self.copies.append((target, source, num_bytes))
-
-    def synchronize(self, stream: int) -> None:
-        self.synchronized.append(stream)
-
-
 class StubPool:
     """What the copier needs of a pool."""
 
@@ -125,7 +94,8 @@ def test_copier_pins_once_and_chooses_the_path_by_piece() -> None:
         gathers.append((address, tuple(sources), tuple(targets), offset, num_bytes))
 
     layout = block_layout(released_model_spec(), RecordFormat.FP4)
-    copier = CudaCopier(driver, layout=layout, cache_address=1 << 20, stream=5, gather=gather)
+    pools = PinnedPools(driver, record_bytes=layout.record_bytes)
+    copier = CudaCopier(driver, pools=pools, layout=layout, cache_address=1 << 20, stream=5, gather=gather)
     assert copier.copy(StubPool(), groups=range(0, 1), sources=(3, 9), targets=(1, 0)) == 2 * 22_784
     base = StubPool.address + RECORDS_OFFSET + 768
     assert gathers == [(base, (3, 9), (1, 0), 0, 22_784)]
@@ -137,7 +107,7 @@ def test_copier_pins_once_and_chooses_the_path_by_piece() -> None:
     ]
     assert driver.synchronized == [5, 5]  # nobody hears of bytes that have not arrived
     assert driver.registered == {StubPool.address: StubPool.num_bytes}
-    copier.close()
+    pools.close()
     assert driver.registered == {}
 
 

@@ -8,7 +8,7 @@ import pytest
 from prefill_engine.front.exits import Ending, judge_rank_loss, termination_json, write_termination
 from prefill_engine.front.health import EngineState, RankPulse, is_live, is_serving, is_wedged, judge_state
 from prefill_engine.front.load import LoadBoard, predicted_compute_seconds, predicted_wait_seconds
-from prefill_engine.messages import Beat, RankFailed
+from prefill_engine.messages import Beat, Progress, RankFailed
 from prefill_plan.errors import ExitCode
 from prefill_testing.fake_rank import load_message
 
@@ -67,6 +67,34 @@ def test_predicted_wait_is_rows_left_times_cost_and_zero_when_idle():
     # 0.5 ms a row and 10 ms a step of 100 rows.
     assert predicted_wait_seconds(load_message(0, waiting_rows=1000), chunk_rows=100) == pytest.approx(0.6)
     assert predicted_wait_seconds(load_message(0), chunk_rows=100) == 0.0
+
+
+def test_backlog_is_that_of_the_rank_with_the_most_rows():
+    loads = LoadBoard(num_ranks=2, chunk_rows=100, epoch=1, started=0.0)
+    idle = loads.view(now=1.0, draining=False, working_since={}, tickets_open={})
+    for rank, rows in ((0, 1000), (1, 500)):
+        loads.note_load(load_message(rank, waiting_rows=rows))
+    view = loads.view(now=1.0, draining=False, working_since={}, tickets_open={})
+    assert (idle.backlog_seconds, view.backlog_seconds) == (0.0, pytest.approx(0.6))
+
+
+def progress(rank: int, *, done: int, total: int, stage: str = "load", unit: str = "bytes") -> Progress:
+    return Progress(rank=rank, stage=stage, done=done, total=total, unit=unit, item="", at_ns=0)
+
+
+def test_weights_of_all_ranks_are_told_once_each_has_said_its_part():
+    loads = LoadBoard(num_ranks=2, chunk_rows=100, epoch=1, started=0.0)
+    told = []
+    for message in (
+        progress(0, done=10, total=100),
+        progress(1, done=5, total=60),
+        progress(1, done=60, total=60),
+        progress(1, done=0, total=1, stage="warmup", unit="passes"),
+    ):
+        loads.note_progress(message)
+        view = loads.view(now=1.0, draining=False, working_since={}, tickets_open={})
+        told.append((view.weight_bytes_loaded, view.weight_bytes_total))
+    assert told == [(0, 0), (15, 160), (70, 160), (70, 160)]
 
 
 def test_predicted_compute_counts_the_context():

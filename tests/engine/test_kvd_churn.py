@@ -80,7 +80,8 @@ def test_cancels_at_any_moment_never_let_a_copy_read_or_write_a_slot_of_somebody
         rank.assert_nothing_held()
         rank.close()
     churn.stop.set()
-    churn.join()
+    churn.join(60)
+    assert not churn.is_alive(), "the other rank has not ended within 60 s"
     if churn.failure is not None:
         raise churn.failure
     assert hits

@@ -15,11 +15,8 @@ from prefill_testing.kvd_process import wait_until
 
 @pytest.fixture
 def kvd() -> Iterator[FakeKvd]:
-    fake = FakeKvd(pool_bytes=4 << 20)
-    yield fake
-    fake.silent.clear()
-    fake.mute.clear()
-    fake.close()
+    with FakeKvd.running(pool_bytes=4 << 20) as fake:
+        yield fake
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from prefill_engine.kv.pool_file import read_header
 from prefill_engine.kv.pool_memory import PoolGeometry, PoolMemory
-from prefill_testing.kvd_process import KvdProcess, RankClient, end, wait_until
+from prefill_testing.kvd_process import KvdProcess, RankClient, end, read_line, wait_until
 from prefill_testing.kvd_rig import LONG, kvd_config, run_whole
 from prefill_testing.rank_harness import RankHarness, make_submit, tiny_engine_config, tiny_tokens
 from prefill_testing.slow_writer import SEED
@@ -46,7 +46,7 @@ def test_rank_frozen_in_mid_write_over_a_restart_of_kvd_writes_into_its_own_slot
         writer = stack.enter_context(slow_writer(kvd.socket))
         assert writer.stdout is not None
         assert writer.stdin is not None
-        assert writer.stdout.readline() == "half\n"
+        assert read_line(writer.stdout, "a half-written record") == "half\n"
         writer.send_signal(signal.SIGSTOP)
         kvd.kill()
         kvd.start()
@@ -65,7 +65,7 @@ def test_rank_frozen_in_mid_write_over_a_restart_of_kvd_writes_into_its_own_slot
         writer.send_signal(signal.SIGCONT)
         writer.stdin.write("go on\n")
         writer.stdin.flush()
-        assert writer.stdout.readline().startswith("stored ")
+        assert read_line(writer.stdout, "the end of the write").startswith("stored ")
 
         for slot in taken.slots:
             assert bytes(other.pool.record(slot)) == own_bytes(slot, len(other.pool.record(slot))), slot

@@ -19,10 +19,9 @@ from prefill_testing.rank_harness import ListMailbox, RankHarness, make_submit, 
 @pytest.fixture
 def kvd() -> Iterator[FakeKvd]:
     """Holds the long prompt's blocks and snapshot."""
-    fake = FakeKvd()
-    fill(fake)
-    yield fake
-    fake.close()
+    with FakeKvd.running() as fake:
+        fill(fake)
+        yield fake
 
 
 @pytest.mark.parametrize("phase", ["resolving", "loading", "in-a-step", "saving"])

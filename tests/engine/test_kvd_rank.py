@@ -27,10 +27,9 @@ from prefill_testing.rank_harness import RankHarness, make_submit, tiny_tokens
 @pytest.fixture(scope="module")
 def kvd() -> Iterator[FakeKvd]:
     """Holds the long prompt's blocks and snapshot; every test leaves it as it was."""
-    fake = FakeKvd()
-    fill(fake)
-    yield fake
-    fake.close()
+    with FakeKvd.running() as fake:
+        fill(fake)
+        yield fake
 
 
 @pytest.fixture(autouse=True)
@@ -217,7 +216,8 @@ def test_pulled_snapshot_that_arrives_during_the_first_chunk_changes_nothing(
     deliverer.start()
     rank.submit(again)
     assert computed_bytes(rank, again) == replayed
-    deliverer.join()
+    deliverer.join(60)
+    assert not deliverer.is_alive(), "the snapshots' delivery has not ended within 60 s"
     computed = rank.event(again, Computed)
     assert (computed.cached_tokens, computed.replayed_tokens, computed.provenance) == (HIT, 16, 1)
     settle(rank, again)

@@ -9,6 +9,7 @@ from prefill_engine.cost_model import seed_model
 from prefill_engine.kv.pool_memory import SnapshotState
 from prefill_engine.messages import Cancel, Computed, Started
 from prefill_engine.rank.attempt import Attempt, AttemptPhase, read_submit
+from prefill_engine.rank.block_source import Load, LoadDone, LookUp, LookupDone, SnapshotDone, SnapshotOutlook
 from prefill_engine.rank.planner import RankPlanner
 from prefill_plan.config import KvConfig, SchedulerConfig, Truncation
 from prefill_plan.positions import plan_positions
@@ -26,7 +27,7 @@ from prefill_testing.kvd_rig import (
     run_whole,
     settle,
 )
-from prefill_testing.rank_harness import RankHarness, make_submit, tiny_tokens
+from prefill_testing.rank_harness import PATIENCE_SECONDS, RankHarness, make_submit, tiny_tokens
 
 FOREVER = 600.0
 
@@ -78,10 +79,9 @@ def test_attempt_is_held_back_until_its_snapshot_is_due(
 @pytest.fixture(scope="module")
 def kvd() -> Iterator[FakeKvd]:
     """Holds the long prompt's blocks and snapshot."""
-    fake = FakeKvd()
-    fill(fake)
-    yield fake
-    fake.close()
+    with FakeKvd.running() as fake:
+        fill(fake)
+        yield fake
 
 
 @pytest.fixture
@@ -89,11 +89,13 @@ def rank(kvd: FakeKvd) -> Iterator[RankHarness]:
     """Patient with peers; kvd's snapshots are on their way."""
     kvd.pulling = True
     rank = RankHarness(kvd_config(kvd.socket, snapshot_seconds=FOREVER))
-    yield rank
-    rank.assert_nothing_held()
-    wait_until(lambda: kvd.leases == {}, "the leases' end")
-    rank.close()
-    kvd.pulling = False
+    try:
+        yield rank
+        rank.assert_nothing_held()
+        wait_until(lambda: kvd.leases == {}, "the leases' end")
+    finally:
+        rank.close()
+        kvd.pulling = False
 
 
 def run_until_loaded(rank: RankHarness) -> None:
@@ -156,3 +158,26 @@ def test_cancel_of_an_attempt_that_is_held_back_frees_it(kvd: FakeKvd, rank: Ran
     run_until_loaded(rank)
     rank.send(Cancel(attempt_id=again.attempt_id))
     rank.run_until(lambda: rank.is_released(again))
+
+
+def test_snapshot_that_a_later_lease_has_not_is_told_at_once(kvd: FakeKvd) -> None:
+    """Blocks that were resident at the look-up are gone at the load, so kvd is asked again."""
+    kvd.pulling = True
+    rank = RankHarness(kvd_config(kvd.socket))
+    keys = rank.engine._keys(make_submit(tiny_tokens(LONG)))
+    rank.source.look_up(LookUp(attempt_id=b"a", keys=keys, resident_blocks=2, tenant="t"))
+    found = rank.source.completions.get(timeout=PATIENCE_SECONDS)
+    assert isinstance(found, LookupDone)
+    assert found.snapshot is SnapshotOutlook.PULLING
+    snapshots, kvd.snapshots = kvd.snapshots, {}
+    slots = rank.kv.blocks.allocate(len(keys))
+    rank.source.load(Load(attempt_id=b"a", keys=keys, first_block=0, slots=slots, tenant="t"))
+    told = [rank.source.completions.get(timeout=PATIENCE_SECONDS)]
+    while not isinstance(told[-1], LoadDone):
+        told.append(rank.source.completions.get(timeout=PATIENCE_SECONDS))
+    kvd.snapshots, kvd.pulling = snapshots, False
+    rank.source.let_go(b"a")
+    rank.kv.blocks.release(slots)
+    rank.close()
+    assert told[0] == SnapshotDone(attempt_id=b"a", snapshot=None)
+    assert len(told[-1].provenances) == len(keys)

@@ -121,7 +121,8 @@ def test_many_jobs_and_publications_run_at_once(medium: Medium) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive(), "the other thread has not ended within 60 s"
 
     assert failures == []
 
@@ -250,7 +251,8 @@ def test_a_scan_during_publications_sees_whole_segments_only(medium: Medium) -> 
     thread.start()
     segments = [publish(medium, *(f"{number} {record}" for record in range(8))) for number in range(20)]
     done.set()
-    thread.join()
+    thread.join(60)
+    assert not thread.is_alive(), "the other thread has not ended within 60 s"
 
     assert seen <= set(segments)
     assert reader.counters()["bad_toc"] == 0

@@ -143,7 +143,8 @@ def test_a_killed_writer_leaves_a_temporary_file_that_goes_by_age(tmp_path: Path
     """Forked, so that the test's own module need not be importable there."""
     process = multiprocessing.get_context("fork").Process(target=write_until_killed, args=(tmp_path,))
     process.start()
-    process.join()
+    process.join(60)
+    assert not process.is_alive(), "the process has not ended within 60 s"
     assert process.exitcode == -signal.SIGKILL
     (temp,) = segment_files(tmp_path)
     clock = Clock()

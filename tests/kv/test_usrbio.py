@@ -174,7 +174,8 @@ def test_completions_in_any_order_find_their_reads(hf3fs: Fake, client: UsrbioCl
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive(), "the other thread has not ended within 60 s"
 
     assert failures == []
     assert hf3fs.count("violations") == 0
@@ -280,7 +281,8 @@ def test_a_daemon_that_stands_still_and_goes_on_loses_nothing(
     timer.start()
 
     assert read(store, locations(segment)).bad == {}
-    timer.join()
+    timer.join(60)
+    assert not timer.is_alive(), "the other thread has not ended within 60 s"
 
 
 # --- writing ---

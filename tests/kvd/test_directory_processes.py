@@ -22,6 +22,7 @@ from prefill_plan.config import TlsConfig
 from prefill_plan.kvd_config import DirectoryConfig, TransportConfig
 from prefill_testing.in_loop import in_loop
 from prefill_testing.kv_peer import RECORD_BYTES, PeerArgs, PeerProcess, key_of
+from prefill_testing.kvd_process import read_line
 from prefill_testing.raw_peer import until
 
 _LAYOUT = b"layout-1"
@@ -40,7 +41,7 @@ class DirectoryProcess:
         ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = read_line(self.process.stdout, "a directory that is ready")
         assert line, self.process.communicate()
         self.facts = json.loads(line)
 

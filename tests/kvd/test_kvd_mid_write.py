@@ -32,7 +32,8 @@ def test_killed_in_mid_write_leaves_a_temporary_file_and_no_hit_in_the_store(
     (temporary,) = [path for path in store.rglob(".tmp/*") if path.is_file()]
     assert temporary.stat().st_size > 0
     kvd.kill()
-    saving.join()
+    saving.join(60)
+    assert not saving.is_alive(), "the commit that kvd must not answer has not ended within 60 s"
     faults.clear()
     assert list(store.rglob("*.seg")) == []
     rank.leave()

@@ -13,7 +13,7 @@ import pytest
 from prefill_engine.kv.lease_record import SnapshotState
 from prefill_engine.rpc import kv_pb2 as pb
 from prefill_testing.kvd_fakes import chain, make_snapshot
-from prefill_testing.kvd_process import NUM_BLOCKS, KvdProcess, RankClient, wait_until
+from prefill_testing.kvd_process import NUM_BLOCKS, KvdProcess, RankClient, read_line, wait_until
 
 KEYS = chain("k", 4)
 
@@ -53,7 +53,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with (folder / "directory.log").open("w") as log:
         directory = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     assert directory.stdout is not None
-    port = json.loads(directory.stdout.readline())["port"]
+    port = json.loads(read_line(directory.stdout, "a directory that is ready"))["port"]
     kvds = []
     for name in ("near", "far"):
         (folder / name).mkdir()

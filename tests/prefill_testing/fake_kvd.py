@@ -8,8 +8,11 @@ import secrets
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -17,6 +20,24 @@ from prefill_engine.kv.pool_memory import LeaseState, PoolGeometry, PoolMemory, 
 from prefill_engine.rpc import kv_pb2, kv_pb2_grpc
 
 GROUPS = 4
+END_SECONDS = 30.0
+
+
+class DaemonThreads(Executor):
+    """A thread per call that does not keep the process: Python joins a ThreadPoolExecutor's at its exit, without a deadline, so a
+    test that fails before it closes its fake would hang there for as long as a rank beats on its session."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="fake-kvd", daemon=True).start()
+        return future
 
 
 class FakeKvd(kv_pb2_grpc.KvdServicer):
@@ -56,7 +77,7 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         self.epoch = secrets.randbits(60)
         self._stopped.clear()
         self.pool = PoolMemory.create(self._pool_path, pool_bytes=self._pool_bytes, epoch=self.epoch)
-        self._server = grpc.server(ThreadPoolExecutor(16))
+        self._server = grpc.server(DaemonThreads())
         kv_pb2_grpc.add_KvdServicer_to_server(self, self._server)
         assert self._server.add_insecure_port(f"unix:{self.socket}")
         self._server.start()
@@ -67,13 +88,27 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
             None
         )  # None ends the calls here and now; 0 leaves that to a thread, and a muted call may be answered
         self._stopped.set()
-        ended.wait()
+        assert ended.wait(END_SECONDS), (
+            f"the fake's server did not end within {END_SECONDS:g} s; calls: {self.calls[-8:]}"
+        )
         self.pool.close()
 
     def close(self) -> None:
         if not self._stopped.is_set():
             self.kill()
         Path(self._pool_path).unlink()
+
+    @classmethod
+    @contextmanager
+    def running(cls, *, pool_bytes: int = 24 << 20) -> Iterator["FakeKvd"]:
+        """One that is closed whatever happens."""
+        fake = cls(pool_bytes=pool_bytes)
+        try:
+            yield fake
+        finally:
+            fake.silent.clear()
+            fake.mute.clear()
+            fake.close()
 
     # --- what a test does to it
     def let_through(self) -> None:

@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import grpc
 
@@ -36,6 +36,16 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS:g} s: {what}"
         time.sleep(0.01)
+
+
+def read_line(stream: IO[str], what: str) -> str:
+    """The next line that a process prints; "" when it has ended."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    threading.Thread(target=lambda: lines.put(stream.readline()), daemon=True).start()
+    try:
+        return lines.get(timeout=2 * DEADLINE_SECONDS)
+    except queue.Empty:
+        raise AssertionError(f"not within {2 * DEADLINE_SECONDS:g} s: {what}") from None
 
 
 class KvdProcess:
@@ -87,7 +97,7 @@ class KvdProcess:
         if expect_ready:
             assert self.process.stdout is not None
             with self.process.stdout as stdout:
-                line = stdout.readline()
+                line = read_line(stdout, "a kvd that is ready")
             assert line, self.log.read_text()[-3000:]
             self.facts = json.loads(line)
 
@@ -270,7 +280,7 @@ def start_ranks(socket: str, *phases: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "prefill_testing.kvd_process", socket, *phases]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "there\n"
+    assert read_line(process.stdout, "ranks in their phases") == "there\n"
     return process
 
 

@@ -8,9 +8,11 @@ blocks that kvd stored, and then turns until its input ends.
 
 import sys
 import threading
+from collections.abc import Sequence
 
+from prefill_engine.kv.pool_memory import PoolMemory
 from prefill_engine.messages import Computed, StoreProgress
-from prefill_engine.rank.kvd_writer import KvdWriter
+from prefill_engine.rank.block_save import CpuSaver
 from prefill_testing.kvd_rig import LONG, kvd_config
 from prefill_testing.rank_harness import RankHarness, make_submit, tiny_tokens
 
@@ -20,17 +22,17 @@ SEED = 77
 def main() -> None:
     rank = RankHarness(kvd_config(sys.argv[1]))
     go_on = threading.Event()
-    fill = KvdWriter._fill_block
+    save = CpuSaver.save
 
-    def fill_half(self: KvdWriter, pool: object, slot: int, item: object) -> None:
+    def save_half(self: CpuSaver, pool: PoolMemory, *, sources: Sequence[int], targets: Sequence[int]) -> None:
         if not go_on.is_set():
-            record = pool.record(slot)
+            record = pool.record(targets[0])
             record[: len(record) // 2] = b"\xa5" * (len(record) // 2)
             print("half", flush=True)
             go_on.wait()
-        fill(self, pool, slot, item)
+        save(self, pool, sources=sources, targets=targets)
 
-    KvdWriter._fill_block = fill_half
+    CpuSaver.save = save_half
     submit = make_submit(tiny_tokens(LONG, seed=SEED))
 
     def listen() -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from prefill_engine.kv.lease_record import MAX_GROUPS
 from prefill_plan.errors import ConfigError
+from prefill_plan.kv_layout import BlockLayout
 
 PAGE_BYTES = 4096
 SNAPSHOT_HEADER_BYTES = PAGE_BYTES
@@ -23,6 +24,17 @@ class PoolGeometry:
     record_bytes: int
     group_bytes: tuple[int, ...]
     snapshot_payload_bytes: int
+
+    @classmethod
+    def of_layout(cls, layout: BlockLayout, *, snapshot_bytes: int) -> "PoolGeometry":
+        return cls(
+            layout_digest=layout.digest(),
+            header_bytes=layout.header_bytes,
+            payload_bytes=layout.payload_bytes,
+            record_bytes=layout.record_bytes,
+            group_bytes=tuple(source.group_bytes for source in layout.sources),
+            snapshot_payload_bytes=snapshot_bytes,
+        )
 
     @property
     def snapshot_record_bytes(self) -> int:

@@ -190,6 +190,10 @@ class PoolMemory:
         start = self.record_offset(slot) + self._form.header_bytes
         return self._base[start : start + self._form.payload_bytes]
 
+    def payload_address(self, slot: int) -> int:
+        """Where it is mapped."""
+        return self.address + self.record_offset(slot) + self._form.header_bytes
+
     def group(self, slot: int, group: int) -> memoryview:
         """One KV source's part of the payload."""
         start = self.record_offset(slot) + self._form.header_bytes + self._form.group_offset(group)

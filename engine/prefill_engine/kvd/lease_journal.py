@@ -14,15 +14,14 @@ from dataclasses import dataclass
 import crc32c
 
 from prefill_plan.errors import ConfigError
+from prefill_plan.kvd_config import JOURNAL_ROOM_BYTES
 
 _ENTRY = struct.Struct(
     "<IIQQiIII"
 )  # crc, bytes after this head, lease, owner, row (-1: reservation), echo, blocks, snapshots
 _CRC = struct.Struct("<I")
 _CLOSED = -2  # row of an entry that ends a lease
-_COMPACT_BYTES = 1 << 20
-_ROOM_BYTES = 2 * _COMPACT_BYTES
-"""Of the journal before it is written anew, and of the new one beside it."""
+_COMPACT_BYTES = JOURNAL_ROOM_BYTES // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +117,11 @@ def check_room(path: str, *, free_bytes: int) -> None:
     Raises:
         ConfigError: free_bytes of its file system are too few.
     """
-    if free_bytes < _ROOM_BYTES:
+    if free_bytes < JOURNAL_ROOM_BYTES:
         raise ConfigError(
-            f"{free_bytes} bytes are left beside the pool for the lease journal {path}, expected {_ROOM_BYTES}: without it no "
-            f"lease survives a restart; make /dev/shm larger (engine.extraShm of a pool in Kubernetes) or pool_bytes smaller"
+            f"{free_bytes} bytes are left beside the pool for the lease journal {path}, expected {JOURNAL_ROOM_BYTES}: "
+            f"without it no lease survives a restart; make /dev/shm larger (engine.extraShm of a pool in Kubernetes) or "
+            f"pool_bytes smaller"
         )
 
 

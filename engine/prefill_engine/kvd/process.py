@@ -20,7 +20,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from prefill_engine.kv.directory import Directory, Holder
-from prefill_engine.kv.pool_memory import PoolMemory
+from prefill_engine.kv.pool_memory import PoolGeometry, PoolMemory
+from prefill_engine.kv.segments import SegmentStore
 from prefill_engine.kv.transport.contract import Transport
 from prefill_engine.kvd.build import StoreMaker, build_directory, build_transport
 from prefill_engine.kvd.fuse_mount import FuseMount
@@ -43,10 +44,12 @@ _STORE_CHECK_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvdOptions:
-    """drain_seconds: longest wait for the write-back at the end. announce: gets one JSON line when kvd is ready."""
+    """drain_seconds: longest wait for the write-back at the end. announce: gets one JSON line when kvd is ready. wrap_store: what
+    stands between kvd and its store; the demo's makes a slow medium of it."""
 
     drain_seconds: float
     announce: Callable[[str], None]
+    wrap_store: Callable[[SegmentStore, PoolGeometry], SegmentStore] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +145,7 @@ class _Process:
         keeper: Keeper | None = None
         endpoint = await transport.listen(lambda key: keeper.find_snapshot(key) if keeper else None)
         directory = self._build_directory(endpoint, transport.kind, lambda: keeper)
-        self._store = StoreLink(self._maker.open if self._maker.is_configured else None, directory)
+        self._store = StoreLink(self._open_store if self._maker.is_configured else None, directory)
         keeper = Keeper(
             self._config,
             memory,
@@ -165,6 +168,10 @@ class _Process:
                 await preparing
             await keeper.stop()
             await directory.close()
+
+    def _open_store(self, geometry: PoolGeometry) -> SegmentStore:
+        store, wrap = self._maker.open(geometry), self._options.wrap_store
+        return store if wrap is None else wrap(store, geometry)
 
     def _build_directory(self, endpoint: str, kind: str, keeper: Callable[[], Keeper | None]) -> Directory:
         holder = Holder(

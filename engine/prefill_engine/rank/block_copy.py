@@ -7,6 +7,7 @@ must have been checked, and cache and pool must outlive the copy.
 import ctypes
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from prefill_engine.kv.pool_memory import PoolMemory
 from prefill_engine.kv.record import HEADER_FIELDS, KEY_BYTES
 from prefill_engine.kv_cache import KvCache
+from prefill_engine.rank.block_save import BlockSaver
 from prefill_plan.block_keys import BlockKey
 
 _memcpy = ctypes.CDLL(None).memcpy
@@ -34,6 +36,14 @@ class GroupCopier(Protocol):
         """Copies consecutive groups of pool slots `sources` to cache slots `targets`, and returns when they are there; the
         bytes copied."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMovers:
+    """Both ways between pool and cache."""
+
+    copier: GroupCopier
+    saver: BlockSaver
 
 
 class CpuCopier:

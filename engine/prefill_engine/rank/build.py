@@ -20,7 +20,8 @@ from prefill_engine.kv_cache import KvCache
 from prefill_engine.messages import Progress, RankReady
 from prefill_engine.model.load_progress import LoadProgress, console_progress
 from prefill_engine.parallel.exchange import LocalExchange
-from prefill_engine.rank.block_copy import CpuCopier
+from prefill_engine.rank.block_copy import BlockMovers, CpuCopier
+from prefill_engine.rank.block_save import CpuSaver
 from prefill_engine.rank.block_source import BlockSource
 from prefill_engine.rank.calibration import calibrate
 from prefill_engine.rank.courier import Courier
@@ -145,17 +146,18 @@ def _build_source(
     """The pod's kvd where one is configured, else the store of this process."""
     if store is not None:
         return StoreWorker(store, block_view=cache.block_view, wake=wake)
-    parts = None
+    movers, make_gates = BlockMovers(copier=CpuCopier(cache), saver=CpuSaver(cache.block_view)), None
     if cache.blocks.device.type == "cuda":
         # Here, because it needs a CUDA driver.
         from prefill_engine.rank.cuda_build import CudaParts
 
         parts = CudaParts(cache, gate_seconds=config.kvd.gate_seconds)
+        movers, make_gates = parts.movers, parts.make_gates
     source = KvdSource(
         config.kvd,
         cache=cache,
-        copier=parts.copier if parts is not None else CpuCopier(cache),
-        make_gates=parts.make_gates if parts is not None else None,
+        movers=movers,
+        make_gates=make_gates,
         rank=rank,
         wake=wake,
         is_required=config.store.required,

@@ -1,15 +1,19 @@
-"""The few driver calls that a swap-in on CUDA needs, as a protocol, and their real implementation on libcuda.
+"""The few driver calls that swap-in and saves on CUDA need, as a protocol, and their real implementation on libcuda.
 
-Used by cuda_swap_in.py; tests have a stub. NEVER RUN on a GPU so far. The trap: every call returns a code, and a call on a broken
-context fails from then on; such a failure is a GPU fault (exit 14), not a miss.
+Used by cuda_swap_in.py and cuda_save.py; tests have a stub. NEVER RUN on a GPU so far. The traps: every call returns a code, and
+a call on a broken context fails from then on; such a failure is a GPU fault (exit 14), not a miss. A thread has no context until
+it is given one.
 """
 
 import ctypes
+import threading
+from collections.abc import Callable
 from typing import Protocol
 
 _PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | DEVICEMAP
 _HOSTALLOC_PORTABLE_AND_MAPPED = 0x01 | 0x02
 _WAIT_VALUE_GEQ = 0x0
+_EVENT_DISABLE_TIMING = 0x2
 
 
 class CudaDriver(Protocol):
@@ -37,17 +41,51 @@ class CudaDriver(Protocol):
         """Queues one copy from registered host memory."""
         ...
 
+    def copy_from_device(self, stream: int, target: int, source: int, num_bytes: int) -> None:
+        """Queues one copy into registered host memory, in the stream's order."""
+        ...
+
+    def create_event(self) -> int:
+        """Lives until the process ends."""
+        ...
+
+    def record_event(self, event: int, stream: int) -> None:
+        """The event is behind everything queued in the stream so far."""
+        ...
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """Work after this in the stream starts when what was last recorded has happened; returns at once."""
+        ...
+
     def synchronize(self, stream: int) -> None:
         """Returns when everything in the stream is done; lets other Python threads run."""
         ...
 
 
-class LibCuda:
-    """CudaDriver on the machine's libcuda, in the context that torch has made current on each thread that calls."""
+class Library(Protocol):
+    """libcuda: functions by name, each returning a CUresult. ctypes.CDLL is one."""
 
-    def __init__(self) -> None:
-        """Raises OSError without a driver."""
-        self._cuda = ctypes.CDLL("libcuda.so.1")
+    def __getitem__(self, name: str) -> Callable[..., int]: ...
+
+
+class _ThisThread(threading.local):
+    has_context = False
+
+
+class LibCuda:
+    """CudaDriver on libcuda, in the context of the thread that builds it: torch's, once it has used the device. Every other
+    thread gets that context at its first call."""
+
+    def __init__(self, cuda: Library) -> None:
+        """Raises RuntimeError on a thread without a context."""
+        self._cuda = cuda
+        self._thread = _ThisThread()
+        self._thread.has_context = True
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        if context.value is None:
+            raise RuntimeError("this thread has no CUDA context: expected torch to have used the device on it")
+        self._context = context.value
 
     def register_host(self, address: int, num_bytes: int) -> None:
         """As CudaDriver."""
@@ -82,11 +120,34 @@ class LibCuda:
         to, size = ctypes.c_uint64(target), ctypes.c_size_t(num_bytes)
         self._call("cuMemcpyHtoDAsync_v2", to, ctypes.c_void_p(source), size, ctypes.c_void_p(stream))
 
+    def copy_from_device(self, stream: int, target: int, source: int, num_bytes: int) -> None:
+        """As CudaDriver."""
+        at, size = ctypes.c_uint64(source), ctypes.c_size_t(num_bytes)
+        self._call("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(target), at, size, ctypes.c_void_p(stream))
+
+    def create_event(self) -> int:
+        """As CudaDriver."""
+        out = ctypes.c_void_p()
+        self._call("cuEventCreate", ctypes.byref(out), _EVENT_DISABLE_TIMING)
+        assert out.value is not None, "cuEventCreate gave no event and no error"
+        return out.value
+
+    def record_event(self, event: int, stream: int) -> None:
+        """As CudaDriver."""
+        self._call("cuEventRecord", ctypes.c_void_p(event), ctypes.c_void_p(stream))
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """As CudaDriver."""
+        self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
+
     def synchronize(self, stream: int) -> None:
         """As CudaDriver."""
         self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
 
     def _call(self, name: str, *arguments: object) -> None:
+        if not self._thread.has_context:
+            self._thread.has_context = True
+            self._call("cuCtxSetCurrent", ctypes.c_void_p(self._context))
         code = self._cuda[name](*arguments)
         if code != 0:
             raise RuntimeError(f"{name} failed with CUresult {code}, expected 0; the GPU cannot be used any more")

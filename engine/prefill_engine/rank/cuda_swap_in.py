@@ -14,7 +14,8 @@ from typing import Protocol
 
 from prefill_engine.kv.pool_memory import RECORDS_OFFSET, PoolMemory
 from prefill_engine.rank.cuda_driver import CudaDriver
-from prefill_engine.rank.cuda_plan import POISON, CopyPath, choose_copy_path, gate_word, plan_registrations
+from prefill_engine.rank.cuda_plan import POISON, CopyPath, choose_copy_path, gate_word
+from prefill_engine.rank.cuda_pools import PinnedPools
 from prefill_engine.rank.swap_counters import SwapCounters
 from prefill_engine.rank.swap_in import LoadProgress
 from prefill_plan.kv_layout import BlockLayout
@@ -38,22 +39,29 @@ class CudaCopier:
     lone_groups = 1
 
     def __init__(
-        self, driver: CudaDriver, *, layout: BlockLayout, cache_address: int, stream: int, gather: Gather
+        self,
+        driver: CudaDriver,
+        *,
+        pools: PinnedPools,
+        layout: BlockLayout,
+        cache_address: int,
+        stream: int,
+        gather: Gather,
     ) -> None:
         self._driver = driver
+        self._pools = pools
         self._layout = layout
         self._offsets = (*(source.group_offset for source in layout.sources), layout.payload_bytes)
         self._cache_address = cache_address
         self._stream = stream
         self._gather = gather
-        self._registered: dict[int, int] = {}
 
     def copy(self, pool: PoolMemory, *, groups: range, sources: Sequence[int], targets: Sequence[int]) -> int:
         """As GroupCopier."""
         offset = self._offsets[groups.start]
         num_bytes = self._offsets[groups.stop] - offset
         base = RECORDS_OFFSET + self._layout.header_bytes + offset
-        device_base = self._register(pool)
+        device_base = self._pools.device_address(pool)
         if choose_copy_path(num_bytes) is CopyPath.GATHER:
             self._gather(device_base + base, sources, targets, offset=offset, num_bytes=num_bytes)
         else:
@@ -66,30 +74,6 @@ class CudaCopier:
                 )
         self._driver.synchronize(self._stream)
         return num_bytes * len(sources)
-
-    def close(self) -> None:
-        """Unpins everything; no copy may run any more."""
-        for address in self._registered:
-            self._driver.unregister_host(address)
-        self._registered.clear()
-
-    def _register(self, pool: PoolMemory) -> int:
-        """Pins a pool at its first use; its device address. A kvd that was restarted on the same file needs no new pinning.
-
-        Chunks are registered apart but addressed as one: with unified addressing the device address of host memory is its
-        host address, which is checked.
-        """
-        if pool.address not in self._registered:
-            chunks = plan_registrations(
-                pool.num_bytes, first_record=RECORDS_OFFSET, record_bytes=self._layout.record_bytes
-            )
-            for chunk in chunks:
-                address = pool.address + chunk.start
-                self._driver.register_host(address, chunk.end - chunk.start)
-                if self._driver.device_address(address) != address:
-                    raise RuntimeError("registered host memory has another device address: expected unified addressing")
-                self._registered[address] = chunk.end - chunk.start
-        return pool.address
 
 
 class CudaGates:

@@ -16,13 +16,14 @@ from prefill_engine.kv.pool_memory import NUM_LEASES, PoolGeometry
 from prefill_engine.kv.record import RecordCodec
 from prefill_engine.kv.snapshot_record import SnapshotCodec
 from prefill_engine.kv_cache import KvCache
-from prefill_engine.rank.block_copy import GroupCopier
+from prefill_engine.rank.block_copy import BlockMovers
 from prefill_engine.rank.block_source import (
     Completion,
     Load,
     LookUp,
     LookupDone,
     OpenGate,
+    SnapshotDone,
     SnapshotOutlook,
     StepGate,
     WriteItem,
@@ -58,7 +59,6 @@ class _Hit:
     slots: tuple[int, ...]
     outlook: SnapshotOutlook
     is_loading: bool = False
-    is_unwanted: bool = False
 
     @property
     def found(self) -> int:
@@ -92,7 +92,7 @@ class KvdSource:
         settings: KvdLink,
         *,
         cache: KvCache,
-        copier: GroupCopier,
+        movers: BlockMovers,
         make_gates: Callable[[threading.Condition, SwapCounters], CudaGates] | None,
         rank: int,
         wake: Callable[[], None],
@@ -110,18 +110,11 @@ class KvdSource:
         self._leases = _Leases()
         self._held: tuple[int, ...] = ()
         self._loads: dict[bytes, LoadProgress] = {}
-        geometry = PoolGeometry(
-            layout_digest=layout.digest(),
-            header_bytes=layout.header_bytes,
-            payload_bytes=layout.payload_bytes,
-            record_bytes=layout.record_bytes,
-            group_bytes=tuple(source.group_bytes for source in layout.sources),
-            snapshot_payload_bytes=cache.state.snapshot_bytes,
-        )
+        geometry = PoolGeometry.of_layout(layout, snapshot_bytes=cache.state.snapshot_bytes)
         snapshots = SnapshotCodec(geometry.layout_digest, geometry.snapshot_payload_bytes)
         self.client = KvdClient(settings, geometry=geometry, rank=rank, held_leases=lambda: self._held, on_change=wake)
         self._swap_in = SwapIn(
-            copier=copier,
+            copier=movers.copier,
             codec=snapshots,
             num_groups=len(layout.sources),
             swap_in_seconds=settings.swap_in_seconds,
@@ -136,7 +129,7 @@ class KvdSource:
             self.client,
             codec=RecordCodec(layout),
             snapshots=snapshots,
-            block_view=cache.block_view,
+            saver=movers.saver,
             post=self._post,
         )
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -322,6 +315,10 @@ class KvdSource:
         wanted = max(0, min(hit.found, len(load.keys)) - load.first_block)
         first = load.first_block - hit.resident
         has_snapshot = hit.outlook is not SnapshotOutlook.NONE and len(load.keys) == hit.found
+        if not has_snapshot:
+            self._post(
+                SnapshotDone(attempt_id=load.attempt_id, snapshot=None)
+            )  # an earlier lease may have promised one
         hit.is_loading = True
         self._swap_in.start(
             SwapJob(

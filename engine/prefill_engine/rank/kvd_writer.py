@@ -1,21 +1,23 @@
 """The write thread of a rank with kvd: new blocks and snapshots go into reserved slots of the pool, then kvd is told (kv.md 7.3).
 
 Called by KvdSource. The traps: slots of a reservation are ours only while the same kvd incarnation serves the pool, so its epoch
-is looked at before each record; a commit may take as long as the medium does, so the thread does not wait for it.
+is looked at before the payloads are copied and before each header, without which there is no record; a commit may take as long
+as the medium does, so the thread does not wait for it.
 """
 
-import ctypes
 import logging
 import queue
 import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from prefill_engine.kv.pool_memory import SNAPSHOT_HEADER_BYTES, PoolMemory
 from prefill_engine.kv.record import RecordCodec
 from prefill_engine.kv.segments import MAX_RECORDS
 from prefill_engine.kv.snapshot_record import SnapshotCodec
+from prefill_engine.rank.block_save import BlockSaver
 from prefill_engine.rank.block_source import Completion, SnapshotsKept, WriteDone, WriteItem, guarded
 from prefill_engine.rank.kvd_client import KvdClient, Link
 from prefill_engine.rpc import kv_pb2
@@ -44,14 +46,14 @@ class KvdWriter:
         *,
         codec: RecordCodec,
         snapshots: SnapshotCodec,
-        block_view: Callable[[int], memoryview],
+        saver: BlockSaver,
         post: Callable[[Completion], None],
     ) -> None:
-        """block_view: payload of a cache slot. post: hands a result to the step thread."""
+        """post: hands a result to the step thread."""
         self._client = client
         self._codec = codec
         self._snapshots = snapshots
-        self._block_view = block_view
+        self._saver = saver
         self._post = post
         self._open_commits = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -59,8 +61,9 @@ class KvdWriter:
         self._thread.start()
 
     def write(self, attempt_id: bytes, items: Sequence[WriteItem], *, tenant: str) -> None:
-        """Publishes complete blocks in chain order; ends in WriteDone."""
-        self._jobs.put(lambda: self._write(attempt_id, items, tenant))
+        """Publishes complete blocks in chain order; ends in WriteDone. Called by the step thread."""
+        mark = self._saver.mark()
+        self._jobs.put(lambda: self._write(attempt_id, items, tenant, mark))
 
     def keep_snapshots(self, attempt_id: bytes, snapshots: Sequence[tuple[bytes, SwaSnapshot]], *, tenant: str) -> None:
         """Publishes snapshots, given with their keys; ends in SnapshotsKept."""
@@ -81,7 +84,8 @@ class KvdWriter:
                 job()
 
     # --- blocks
-    def _write(self, attempt_id: bytes, items: Sequence[WriteItem], tenant: str) -> None:
+    def _write(self, attempt_id: bytes, items: Sequence[WriteItem], tenant: str, mark: int) -> None:
+        self._saver.wait_for(mark)
         job = _WriteJob(attempt_id=attempt_id, slots=tuple(item.slot for item in items))
         link = self._client.link
         for first in range(0, len(items), MAX_RECORDS):
@@ -96,12 +100,7 @@ class KvdWriter:
         granted = self._reserve(link, job.attempt_id, tenant, num_blocks=len(items))
         if granted is None:
             return False
-        blocks = []
-        for item, slot in zip(items, granted.slots, strict=False):
-            if slot >= link.pool.num_blocks or not link.is_current:
-                break
-            self._fill_block(link.pool, slot, item)
-            blocks.append(kv_pb2.CommitBlock(key=item.key, slot=slot))
+        blocks = self._fill(link, items, granted.slots)
         self._client.filled(link, granted.reservation_id)
         if not blocks:
             self._client.close([granted.reservation_id])
@@ -122,15 +121,26 @@ class KvdWriter:
         self._commit(link, request, take)
         return len(blocks) == len(items)
 
-    def _fill_block(self, pool: PoolMemory, slot: int, item: WriteItem) -> None:
-        payload = self._block_view(item.slot)
-        header = self._codec.encode_header(
-            key=item.key, payload=payload, block_index=item.block_index, provenance=item.provenance
-        )
-        target = pool.address + pool.record_offset(slot)
-        source = ctypes.addressof(ctypes.c_char.from_buffer(payload))
-        ctypes.memmove(target + len(header), source, len(payload))
-        ctypes.memmove(target, header, len(header))
+    def _fill(self, link: Link, items: Sequence[WriteItem], slots: Sequence[int]) -> list[kv_pb2.CommitBlock]:
+        """Leading items as records in the slots that were granted, headers last."""
+        pool = link.pool
+        pairs = list(takewhile(lambda pair: pair[1] < pool.num_blocks, zip(items, slots, strict=False)))
+        if not pairs or not link.is_current:
+            return []
+        self._saver.save(pool, sources=[item.slot for item, _ in pairs], targets=[slot for _, slot in pairs])
+        blocks = []
+        for item, slot in pairs:
+            if not link.is_current:
+                break
+            header = self._codec.encode_header(
+                key=item.key,
+                payload=self._saver.saved_payload(pool, source=item.slot, target=slot),
+                block_index=item.block_index,
+                provenance=item.provenance,
+            )
+            pool.record(slot)[: len(header)] = header
+            blocks.append(kv_pb2.CommitBlock(key=item.key, slot=slot))
+        return blocks
 
     def _finish(self, job: _WriteJob) -> None:
         """Reports the job once everything of it is answered. Blocks after the first failed portion do not count."""

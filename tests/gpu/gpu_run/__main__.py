@@ -12,11 +12,14 @@ from gpu_run.sections import Bench, calibrate, check_ops, run_part, time_ops
 from gpu_run.steps import build_model, fit_steps, time_steps
 from gpu_run.stopwatch import Stopwatch
 from gpu_run.tiny_model_check import check_tiny_model
+from gpu_run.vision_check import check_vision_ops
 from gpu_run.vision_sweep import sweep_vision
 
 from prefill_kernels.gpu.chip import Chip
 from prefill_kernels.gpu.triton_ops import triton_ops
+from prefill_kernels.gpu.triton_vision_ops import triton_vision_ops
 from prefill_kernels.op_sets import load_ops
+from prefill_kernels.vision_ops import load_vision_ops
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
@@ -58,12 +61,29 @@ def run(log: RunLog, device: torch.device, *, is_dry: bool) -> None:
     run_part(bench, "correctness", 60, lambda: check_ops(bench))
     if not is_dry:
         run_part(bench, "tiny model", 40, lambda: check_tiny_model(bench))
-        run_part(bench, "vision", 60, lambda: sweep_vision(bench))
+        run_part(bench, "kv", 20, lambda: _check_kv(bench))
+    run_part(bench, "vision ops", 40, lambda: _check_vision(bench))
     if not is_dry:
+        run_part(bench, "vision", 60, lambda: sweep_vision(bench))
         run_part(bench, "kernels at 32k", 60, lambda: time_ops(bench, 32768))
     run_part(bench, "steps", 90, lambda: _steps(bench))
     run_part(bench, "fit", 0, lambda: fit_steps(bench))
     run_part(bench, "kernels at 8k", 60, lambda: time_ops(bench, 8192))
+
+
+def _check_kv(bench: Bench) -> None:
+    try:
+        from gpu_run.kv_check import check_kv
+    except ModuleNotFoundError as error:  # grpc, protobuf or crc32c
+        bench.log.skipped.append(f"kv: {error}; see make gpu-site")
+        bench.log.say(f"skipped {bench.log.skipped[-1]}")
+        return
+    check_kv(bench)
+
+
+def _check_vision(bench: Bench) -> None:
+    ops = triton_vision_ops(Chip.SM_90) if bench.is_dry else load_vision_ops("triton")
+    check_vision_ops(bench, ref=load_vision_ops("ref"), ops=ops)
 
 
 def _steps(bench: Bench) -> None:

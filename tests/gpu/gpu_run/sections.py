@@ -84,7 +84,7 @@ def _timed(bench: Bench, case: OpCase, num_rows: int, peaks: dict[str, Any]) -> 
     row: dict[str, Any] = {"op": case.name, "rows": num_rows, "flops": case.flops, "bytes": case.bytes}
     row |= {"ms": None, "low": None, "high": None, "bound": "", "share": None}
     try:
-        call = case.build(_maker(bench))
+        call = case.build(make_inputs(bench))
         timing = bench.watch.time(lambda: call(bench.ops), runs=5)
     except Exception as error:  # one op that fails must not take the other figures with it
         row["error"] = f"{type(error).__name__}: {error}"
@@ -112,10 +112,10 @@ def show(value: float | None) -> str:
 
 def _verdict(bench: Bench, case: OpCase) -> str:
     if bench.is_dry:
-        case.build(_maker(bench))(bench.ops)
+        case.build(make_inputs(bench))(bench.ops)
         return "dry run"
     try:
-        call = case.build(_maker(bench))
+        call = case.build(make_inputs(bench))
         return compare(call(bench.ops), call(bench.ref), exact=case.exact)
     except Exception as error:  # told, and the next op is tried
         return f"{type(error).__name__}: {str(error)[:300]}"
@@ -150,7 +150,8 @@ class MetaMaker(Maker):
         return torch.empty(shape, dtype=dtype, device=self.device)
 
 
-def _maker(bench: Bench) -> Maker:
+def make_inputs(bench: Bench) -> Maker:
+    """The run's source of inputs, from its first seed."""
     if bench.is_dry:
         return MetaMaker(bench.device, torch.Generator())
     return Maker.seeded(bench.device, SEED)

@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from prefill_kernels.op_sets import load_ops
+from prefill_kernels.vision_ops import VisionOps, load_vision_ops
+from prefill_plan.model_spec import load_model_spec
 
+VISION_OPS = {name for name in vars(VisionOps) if not name.startswith("_")}
 ROOT = Path(__file__).parents[3]
 
 
@@ -38,6 +41,7 @@ def test_dry_run_goes_through_every_part_and_measures_nothing(tmp_path: Path) ->
     assert result["dry_run_launches"] > 1000
     assert {row["ms"] for row in result["kernels"] + result["steps"]} == {None}
     assert set(result["correctness"].values()) == {"dry run"}
+    assert result["correctness"].keys() >= {f"vision {name}" for name in VISION_OPS}
     (table,) = tmp_path.glob("gpu_meta_*.md")
     assert "Ops equal to `ref`: 0 of" in table.read_text()
 
@@ -99,3 +103,37 @@ def test_an_op_that_writes_nothing_fails_the_tiny_model(gpu_run: Any) -> None:
         check_tiny_model(SimpleNamespace(ref=ref, ops=ops, device=torch.device("cpu"), log=log))
         verdicts.append({name for name, verdict in log.results["correctness"].items() if verdict != "ok"})
     assert verdicts == [set(), {"tiny model store_main"}]
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "expected"),
+    [
+        ("rms_norm", lambda out: out, {}),
+        ("vision_attention", lambda out: out.neg(), {"vision vision_attention": "L2 2.00e+00"}),
+        ("vision_linear", lambda out: out * 1.03, {"vision vision_linear": "e-02"}),
+        # One bit of one value: what only copies must be right in every one.
+        ("vision_merge", lambda out: _flip(out), {"vision vision_merge": "unequal"}),
+    ],
+    ids=["all right", "negated", "three percent", "one bit"],
+)
+def test_a_vision_op_that_is_wrong_is_named(gpu_run: Any, op: str, change: Any, expected: dict[str, str]) -> None:
+    from gpu_run.vision_check import check_vision_batch
+
+    ref = load_vision_ops("ref")
+    faulty = SimpleNamespace(**{name: getattr(ref, name) for name in VISION_OPS})
+    setattr(faulty, op, lambda *args, **kwargs: change(getattr(ref, op)(*args, **kwargs)))
+    model = load_model_spec(ROOT / "tests" / "golden" / "tiny_vision")
+    log = gpu_run.report.RunLog(budget=99.0)
+    bench = SimpleNamespace(device=torch.device("cpu"), log=log, is_dry=False)
+    check_vision_batch(bench, model.vision, model.hidden_size, ref=ref, ops=faulty, sizes=((5, 3), (65, 211)))
+    verdicts = log.results["correctness"]
+    assert verdicts.keys() == {f"vision {name}" for name in VISION_OPS}
+    wrong = {name: verdict for name, verdict in verdicts.items() if verdict != "ok"}
+    assert wrong.keys() == expected.keys()
+    assert all(words in wrong[name] for name, words in expected.items()), wrong
+
+
+def _flip(out: torch.Tensor) -> torch.Tensor:
+    out = out.clone()
+    out.view(torch.int16)[-1, -1] ^= 1
+    return out
