@@ -180,8 +180,9 @@ class FakeKubelets:
             return 0
 
     async def _register(self, node: str) -> None:
-        capacity = {"cpu": "1920", "memory": "20Ti", "pods": "1000", "ephemeral-storage": "1Ti", "rdma/hca": "512"}
-        capacity["nvidia.com/gpu"] = str(self._args.gpus)
+        gpus = self._args.gpus
+        capacity = {"nvidia.com/gpu": str(gpus), "cpu": str(240 * gpus), "memory": f"{2560 * gpus}Gi", "pods": "1000"}
+        capacity |= {"ephemeral-storage": f"{max(1, gpus // 8)}Ti", "rdma/hca": "512"}
         labels = {
             "kubernetes.io/hostname": node,
             "nvidia.com/gpu.product": self._args.product,
