@@ -1,4 +1,4 @@
-"""Figures at scale on the real API server, 20 fake nodes of 512 GPUs (decisions.md C33); beside a peer in issue 4, part 8."""
+"""Figures at scale on the real API server, 20 fake nodes (C33, but of 1,024 GPUs: 4,000 PEs of EP 4 need 16,000)."""
 
 import os
 import re
@@ -26,7 +26,7 @@ QUIET: Json = {"scope": {"namespaced": False}, "security": {"allowedHostPathPref
 def cluster(bed: Bed) -> Cluster:
     """Rate limits of scheduler and controllers lifted, as in the peer's best run."""
     profile = Profile(nodes=0, grace_seconds=6, audit=True, scheduler_qps=500)
-    cluster = bed.use(profile, FakeNodes(count=20, gpus=512, heartbeat=5))
+    cluster = bed.use(profile, FakeNodes(count=20, gpus=1024, heartbeat=5))
     bed.fakes.reset()
     bed.fakes.control(ready_seconds=1)
     return cluster
