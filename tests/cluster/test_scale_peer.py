@@ -7,18 +7,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from prefill_bed.api import Json, conditions, is_ready
+from prefill_bed.api import Json
 from prefill_bed.bed import Bed, FakeNodes, cpu_seconds
-from prefill_bed.cluster import Cluster, Profile
+from prefill_bed.cluster import CONTROL_PLANE, Cluster, Profile
 from prefill_bed.installation import Helm, LocalOperators
 from prefill_bed.peer import PeerController, group_set, source_of_peer
-from prefill_bed.pools import expect, gpu_pool
+from prefill_bed.pools import expect, gpu_pool, wait_all
 from prefill_bed.waiting import until
 
 pytestmark = pytest.mark.peer
 Figure = Callable[[str], None]
 COUNT, PODS, TURNS = 100, 4, 3
-CONTROL_PLANE = ("kube-apiserver", "etcd", "kube-controller-manager", "kube-scheduler")
 VALUES: Json = {
     "scope": {"namespaced": False},
     "security": {"allowedHostPathPrefixes": ["/models"]},
@@ -42,21 +41,6 @@ def pool(name: str) -> Json:
     return gpu_pool(name, replicas=PODS, quota={"redundancy": redundancy}, rollout={"minReadySeconds": 0})
 
 
-def wait_ready(cluster: Cluster, resource: str, condition: str) -> None:
-    """Until COUNT objects have the condition; one watch at a time, each with a look at the whole in its beginning."""
-    ready, end = set[str](), time.monotonic() + 300
-    while len(ready) < COUNT and time.monotonic() < end:
-        for kind, item in cluster.api.watch(resource, "default", seconds=30):
-            if kind == "ERROR":
-                break
-            is_there = kind != "DELETED" and conditions(item).get(condition, {}).get("status") == "True"
-            (ready.add if is_there else ready.discard)(item["metadata"]["name"])
-            if len(ready) >= COUNT:
-                return
-    pods = [pod["metadata"]["name"] for pod in cluster.api.list("pods", "default") if not is_ready(pod)]
-    raise AssertionError(f"{len(ready)} of {COUNT} {resource} have {condition}; pods that are not ready: {pods[:20]}")
-
-
 def fill(cluster: Cluster, pid: int, resource: str, make: Callable[[str], Json], condition: str) -> tuple[float, ...]:
     """Creates COUNT objects and waits; then deletes them. (seconds until ready, its own CPU, the API server's, the rest's)."""
     rest = [cluster.process_id(name) for name in CONTROL_PLANE[1:]]
@@ -65,7 +49,7 @@ def fill(cluster: Cluster, pid: int, resource: str, make: Callable[[str], Json],
     begin, names = time.monotonic(), [f"p{index}" for index in range(COUNT)]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda name: cluster.api.create(resource, "default", make(name)), names))
-    wait_ready(cluster, resource, condition)
+    wait_all(cluster, resource, "default", condition, COUNT, seconds=300)
     took = time.monotonic() - begin
     used = [sum(map(cpu_seconds, pids)) - first for pids, first in zip(watched, before, strict=True)]
     with ThreadPoolExecutor(8) as threads:

@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from prefill_bed.api import Json, conditions, is_ready
+from prefill_bed.api import Json, is_ready
 from prefill_bed.bed import Bed, FakeNodes, cpu_seconds
-from prefill_bed.cluster import Cluster, Profile
+from prefill_bed.cluster import CONTROL_PLANE, Cluster, Profile
 from prefill_bed.installation import Helm, LocalOperators, merged
-from prefill_bed.pools import PoolView, ReadyWatch, expect, gpu_pool
+from prefill_bed.pools import PoolView, ReadyWatch, expect, gpu_pool, wait_all
 from prefill_bed.waiting import until
 
 pytestmark = pytest.mark.scale
 Figure = Callable[[str], None]
 PODS = 4
-CONTROL_PLANE = ("kube-apiserver", "etcd", "kube-controller-manager", "kube-scheduler")
 QUIET: Json = {"scope": {"namespaced": False}, "security": {"allowedHostPathPrefixes": ["/models"]}}
 
 
@@ -53,20 +52,6 @@ def create_pools(cluster: Cluster, namespace: str, count: int) -> None:
         list(threads.map(lambda name: cluster.api.create("prefillpools", namespace, pool(name)), names))
 
 
-def wait_all_ready(cluster: Cluster, namespace: str, count: int, *, seconds: float) -> None:
-    """Follows one watch: listing hundreds of pools again and again would be a good part of the load that is measured."""
-    end, ready = time.monotonic() + seconds, set[str]()
-    while len(ready) < count and time.monotonic() < end:
-        for kind, item in cluster.api.watch("prefillpools", namespace, seconds=max(1, int(end - time.monotonic()))):
-            if kind == "ERROR":
-                break
-            is_there = kind != "DELETED" and conditions(item).get("Ready", {}).get("status") == "True"
-            (ready.add if is_there else ready.discard)(item["metadata"]["name"])
-            if len(ready) >= count:
-                return
-    assert len(ready) >= count, f"{len(ready)} of {count} pools Ready after {seconds:.0f} s"
-
-
 def metric(text: str, name: str) -> float:
     """Sum of a metric over its labels."""
     found = re.findall(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
@@ -90,7 +75,7 @@ def fill(cluster: Cluster, operators: LocalOperators, namespace: str, figure: Fi
     before = {name: cpu_seconds(pid) for name, pid in processes.items()}
     begin = time.monotonic()
     create_pools(cluster, namespace, 100)
-    wait_all_ready(cluster, namespace, 100, seconds=120)
+    wait_all(cluster, "prefillpools", namespace, "Ready", 100, seconds=120)
     took = time.monotonic() - begin
     used = {name: cpu_seconds(pid) - before[name] for name, pid in processes.items()}
     both = used["operator"] + used["kube-apiserver"]
@@ -161,7 +146,7 @@ def test_thousand_pools(
     child, namespace = operators.start(), new_namespace(cluster)
     begin = time.monotonic()
     create_pools(cluster, namespace, 1000)
-    wait_all_ready(cluster, namespace, 1000, seconds=900)
+    wait_all(cluster, "prefillpools", namespace, "Ready", 1000, seconds=900)
     figure(f"4,000 pods Ready in {time.monotonic() - begin:.0f} s")
     child.end(signal.SIGTERM)
 
@@ -196,7 +181,7 @@ def test_thousand_pools(
     until("replacements", replaced, seconds=180, interval=0.5)
     figure(f"node with {len(old)} pods lost: all replacements bound after {time.monotonic() - begin:.1f} s (goal 25)")
     bed.fakes.kill_nodes()
-    wait_all_ready(cluster, namespace, 1000, seconds=300)
+    wait_all(cluster, "prefillpools", namespace, "Ready", 1000, seconds=300)
 
     operators.start_standby("op-c")
     child.end(signal.SIGKILL)

@@ -20,6 +20,8 @@ SCRIPTS = Path(__file__).parents[1] / "bed"
 ROOT = Path(__file__).parents[3]
 HOST_IP = "10.250.0.1"
 """Address of this machine as pods see it."""
+CONTROL_PLANE = ("kube-apiserver", "etcd", "kube-controller-manager", "kube-scheduler")
+"""Names for process_id."""
 CONTROLLERS = ("system:kube-controller-manager", "system:serviceaccount:kube-system:")
 ROLES_LOADING = timedelta(seconds=2)
 """How near to a refusal of a controller of Kubernetes a refusal says nothing about our roles."""

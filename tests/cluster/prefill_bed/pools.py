@@ -162,6 +162,25 @@ class ReadyWatch:
         self.lowest = min(self.lowest, sum(self._ready.values()))
 
 
+def wait_all(cluster: Cluster, resource: str, namespace: str, condition: str, count: int, *, seconds: float) -> None:
+    """Until so many objects have the condition. Follows a watch, since listing hundreds of them again and again would be a good
+    part of the load that is measured; it is renewed every 30 s, each time with a look at the whole."""
+    found, end = set[str](), time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < end:
+        for kind, item in cluster.api.watch(resource, namespace, seconds=30):
+            if kind == "ERROR":
+                break
+            is_there = kind != "DELETED" and conditions(item).get(condition, {}).get("status") == "True"
+            (found.add if is_there else found.discard)(item["metadata"]["name"])
+            if len(found) >= count:
+                return
+    bad = [pod["metadata"]["name"] for pod in cluster.api.list("pods", namespace) if not is_ready(pod)]
+    shown = ", ".join(bad[:10])
+    raise AssertionError(
+        f"{len(found)} of {count} {resource} {condition} after {seconds:.0f} s; {len(bad)} pods not ready: {shown}"
+    )
+
+
 def expect(condition: object, seen: object) -> None:
     """An assertion as an expression, for the checks of waits."""
     assert condition, seen
