@@ -131,7 +131,15 @@ class KvdProcess:
 
     def num_usable_blocks(self) -> float:
         """Slots that are free or hold a findable block."""
-        return sum(self.metric(f'slots{{kind="block",state="{state}"}}') for state in ("free", "valid"))
+        return self._num_blocks("free", "valid")
+
+    def num_blocks(self) -> float:
+        num = self._num_blocks("free", "filling", "valid", "quarantined")
+        assert num, "kvd counts no block slot"
+        return num
+
+    def _num_blocks(self, *states: str) -> float:
+        return sum(self.metric(f'slots{{kind="block",state="{state}"}}') for state in states)
 
 
 class RankClient:
