@@ -276,7 +276,7 @@ def _stages_from_events(record: AttemptRecord) -> tuple[Stage, ...]:
 def group_spans(record: AttemptRecord) -> tuple[Span, ...]:
     """When the layer groups of the hit came; each begins where the one before it ends, those that came together are one.
 
-    From own stages where there are any. Events tell it only roughly: those of a step are sent after it, and of a burst the last.
+    From own stages where there are any, else from events: each carries the time at which its group came.
     """
     completed = last_event(record, Completed)
     stages = completed.stages if completed is not None else ()

@@ -20,6 +20,10 @@ def token(number: int) -> FirstToken:
     return FirstToken(token=number, logprob=0.0, alt_tokens=(), alt_logprobs=())
 
 
+def swap_in(groups: int, *, shrunk_to: int = 0) -> SwapIn:
+    return SwapIn(layers_ready=groups, layers_total=4, num_bytes=0, hit_shrunk_to=shrunk_to)
+
+
 def drain(log: EventLog, cursor: Cursor) -> list[Event]:
     events = []
     while (event := log.take(cursor)) is not None:
@@ -35,6 +39,16 @@ def test_slow_reader_sees_only_the_newest_of_each_progress_kind():
     events = drain(log, reader)
     assert [event.body for event in events] == [token(5), chunk(2), queued(1)]
     assert [event.seq for event in events] == [1, 2, 3]
+
+
+def test_each_layer_group_of_a_burst_keeps_its_time():
+    log = EventLog(progress_gap_seconds=0.2)
+    reader = log.join(after_seq=0)
+    for groups, at in ((1, 0.1), (2, 0.15), (3, 0.16), (4, 0.3)):
+        log.append(swap_in(groups), since_accept_seconds=at)
+    log.append(swap_in(4, shrunk_to=128), since_accept_seconds=0.5)
+    events = [(event.body, event.since_accept_seconds) for event in drain(log, reader)]
+    assert events == [(swap_in(1), 0.1), (swap_in(2), 0.15), (swap_in(3), 0.16), (swap_in(4, shrunk_to=128), 0.5)]
 
 
 def test_numbered_progress_is_never_replaced():
@@ -116,7 +130,7 @@ def test_numbers_have_no_gaps_and_lasting_events_are_never_lost(actions: list[st
     bodies = {
         "queued": queued,
         "chunk": chunk,
-        "swap": lambda n: SwapIn(layers_ready=n, layers_total=0, num_bytes=0, hit_shrunk_to=0),
+        "swap": swap_in,
         "token": token,
     }
     tokens = 0

@@ -1,10 +1,11 @@
 """The events of one attempt and the cursors of the streams that read them (serving.md 1.1 "Streaming").
 
 A number is given to an event when the fastest stream takes it; until then a newer progress event replaces an older one of its
-kind. So a slow reader sees fewer events but never a gap, and Attach(after_seq) is exact. The trap: what has a number is never
+kind (each layer group of a hit is a kind of its own: there are four, and each has its time). So a slow reader sees fewer events but never a gap, and Attach(after_seq) is exact. The trap: what has a number is never
 changed or dropped again, because another stream may have seen it.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from prefill_engine.front.events import Body, ChunkDone, Event, Queued, StoreState, SwapIn
@@ -32,15 +33,15 @@ class EventLog:
         self._newest = 0.0
         self._numbered: list[Event] = []
         self._pending: list[tuple[float, Body]] = []
-        self._held: dict[type, tuple[float, Body]] = {}
-        self._last_progress: dict[type, float] = {}
+        self._held: dict[Hashable, tuple[float, Body]] = {}
+        self._last_progress: dict[Hashable, float] = {}
 
     def append(self, body: Body, *, since_accept_seconds: float) -> None:
         """Adds an event. A progress event replaces an unnumbered one of its kind, and waits while its kind's gap runs."""
         # The rank and the front stamp events, each at its own moment; a stream shows time going forward only.
         self._newest = max(self._newest, since_accept_seconds)
         entry = (self._newest, body)
-        kind = type(body)
+        kind = _kind(body)
         if not isinstance(body, _PROGRESS):
             for held_kind, held in list(self._held.items()):
                 self._put_progress(held_kind, held)
@@ -77,8 +78,13 @@ class EventLog:
         """True when faster streams are more than 256 events ahead of this one; what was there when it joined does not count."""
         return len(self._numbered) - max(cursor.taken, cursor.joined_at) > MAX_LAG_EVENTS
 
-    def _put_progress(self, kind: type, entry: tuple[float, Body]) -> None:
+    def _put_progress(self, kind: Hashable, entry: tuple[float, Body]) -> None:
         self._held.pop(kind, None)
         self._last_progress[kind] = entry[0]
-        self._pending = [old for old in self._pending if type(old[1]) is not kind]
+        self._pending = [old for old in self._pending if _kind(old[1]) != kind]
         self._pending.append(entry)
+
+
+def _kind(body: Body) -> Hashable:
+    """What a newer event must share to replace this one."""
+    return (SwapIn, body.layers_ready) if isinstance(body, SwapIn) else type(body)
