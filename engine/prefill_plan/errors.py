@@ -87,6 +87,12 @@ class PeerError(PrefillError):
     code = "PEER"
 
 
+class GpuFault(PrefillError):
+    """The GPU cannot be used any more by this process, and perhaps by none."""
+
+    code = "GPU_FAULT"
+
+
 class CallFailed(PrefillError):
     """A gRPC call to an engine failed. `status` is the gRPC code's name; reason, retry and phase are names of pe.v1.ErrorReason,
     RetryScope and Phase, "" where the engine sent no ServingError (then retry on the status alone, serving.md 1.1)."""

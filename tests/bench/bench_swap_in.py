@@ -36,6 +36,7 @@ from prefill_engine.rank.block_copy import CpuCopier
 from prefill_engine.rank.block_source import LoadDone, LookupDone, OpenGate
 from prefill_engine.rank.kv_keeper import KvKeeper
 from prefill_engine.rank.kvd_client import Link
+from prefill_engine.rank.payloads import HostPayloads
 from prefill_engine.rank.push_sender import PushSender
 from prefill_engine.rank.read_server import ReadServer
 from prefill_engine.rank.step_gate import CpuStepGate
@@ -238,7 +239,8 @@ def report_step_thread(bench: Bench, runs: int) -> None:
             states=SwaPool(1, 0),
             source=Answering(),
             reads=ReadServer(),
-            pushes=PushSender(None, block_view=bench.cache.block_view),
+            pushes=PushSender(None, payloads=HostPayloads(bench.cache)),
+            payloads=HostPayloads(bench.cache),
             state_layout=bench.state,
             keep_tokens=140,
         )

@@ -14,6 +14,7 @@ from prefill_engine.rank.cuda_driver import LibCuda
 from prefill_engine.rank.cuda_pools import PinnedPools
 from prefill_engine.rank.cuda_save import CudaSaver
 from prefill_plan.config import RecordFormat
+from prefill_plan.errors import GpuFault
 from prefill_plan.kv_layout import block_layout
 from prefill_plan.model_spec import released_model_spec
 from prefill_testing.fake_kvd import FakeKvd
@@ -208,6 +209,7 @@ def test_driver_without_a_context_or_with_an_error_says_so() -> None:
         LibCuda(FakeLibrary(context=None))
     library = FakeLibrary()
     cuda = LibCuda(library)
-    library.codes["cuStreamSynchronize"] = 700
-    with pytest.raises(RuntimeError, match="cuStreamSynchronize failed with CUresult 700"):
-        cuda.synchronize(1)
+    for code, expected in ((700, GpuFault), (214, GpuFault), (2, MemoryError), (1, RuntimeError)):
+        library.codes["cuStreamSynchronize"] = code
+        with pytest.raises(expected, match=f"cuStreamSynchronize failed with CUresult {code}"):
+            cuda.synchronize(1)

@@ -1,9 +1,9 @@
 """The GPU script's comparison of blocks and snapshots, on a CPU: right ways pass, and a wrong one is told."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -12,10 +12,12 @@ from prefill_engine.kv.pool_memory import PoolGeometry, PoolMemory
 from prefill_engine.kv_cache import KvCache
 from prefill_engine.rank.block_copy import BlockMovers, CpuCopier
 from prefill_engine.rank.block_save import CpuSaver
+from prefill_engine.rank.payloads import HostPayloads, Part
 from prefill_plan.config import RecordFormat
 from prefill_plan.kv_layout import block_layout, state_layout
 from prefill_plan.model_spec import released_model_spec
 
+T = TypeVar("T")
 NUM_BLOCKS = 5
 
 
@@ -63,6 +65,32 @@ def test_blocks(kv_check: Any, cache: KvCache, pool: PoolMemory, saver: type[Cpu
     movers = BlockMovers(copier=CpuCopier(cache), saver=saver(cache.block_view))
     assert kv_check.check_blocks(cache, pool, movers, times) == verdict
     assert set(times) == ({"save_gb_per_s", "load_gb_per_s"} if verdict == "ok" else set())
+
+
+class ShiftedPayloads(HostPayloads):
+    """Reads the block before."""
+
+    def parts(self, slots: Sequence[int]) -> list[Part]:
+        return super().parts([max(0, slot - 1) for slot in slots])
+
+
+class LostPayloads(HostPayloads):
+    """What is filled does not arrive."""
+
+    def fill(self, slot: int, read: Callable[[memoryview], T | None]) -> T | None:
+        return read(memoryview(bytearray(self.num_bytes)))
+
+
+@pytest.mark.parametrize(
+    ("payloads", "verdict"),
+    [
+        (HostPayloads, "ok"),
+        (ShiftedPayloads, "the hand-over's bytes differ from the cache"),
+        (LostPayloads, "blocks differ after one was filled"),
+    ],
+)
+def test_hand_over(kv_check: Any, cache: KvCache, payloads: type[HostPayloads], verdict: str) -> None:
+    assert kv_check.check_payloads(cache, payloads(cache), {}) == verdict
 
 
 def test_snapshot(kv_check: Any, cache: KvCache) -> None:

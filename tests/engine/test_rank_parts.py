@@ -1,6 +1,8 @@
 """Small parts of a rank: sampling, component ranges, exports, exit codes, store threads."""
 
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
+from typing import TypeVar
 from unittest.mock import Mock
 
 import crc32c
@@ -14,13 +16,16 @@ from prefill_engine.rank.block_source import Load, LoadDone, LookUp, LookupDone,
 from prefill_engine.rank.build import build_rank
 from prefill_engine.rank.engine import RankEngine
 from prefill_engine.rank.errors_at_exit import InjectedFault, describe_failure, parse_fault
+from prefill_engine.rank.payloads import Part
 from prefill_engine.rank.read_server import Component, ReadServer
 from prefill_engine.rank.sampling import sample_token
 from prefill_engine.rank.store_worker import StoreWorker
 from prefill_plan.block_keys import BlockKey
 from prefill_plan.config import EngineConfig, ParallelConfig, ReplayConfig
-from prefill_plan.errors import CheckpointError, ConfigError, PlanError, StoreUnavailable
+from prefill_plan.errors import CheckpointError, ConfigError, GpuFault, PlanError, StoreUnavailable
 from prefill_testing.rank_harness import ListMailbox, tiny_engine_config
+
+T = TypeVar("T")
 
 
 def replace_part(**parts: object) -> EngineConfig:
@@ -93,6 +98,8 @@ def test_read_server_serves_open_exports_only() -> None:
         (PlanError("x"), "warmup", 10, "PlanError"),
         (CheckpointError("x"), "load", 11, "CheckpointError"),
         (torch.OutOfMemoryError("x"), "load", 12, "CudaOom"),
+        (torch.AcceleratorError("x"), "serve", 14, "AcceleratorError"),
+        (GpuFault("x"), "serve", 14, "GpuFault"),
         (torch.OutOfMemoryError("x"), "serve", 13, "CudaOom"),
         (MemoryError(), "warmup", 12, "HostOom"),
         (StoreUnavailable("x"), "serve", 17, "StoreUnavailable"),
@@ -151,8 +158,20 @@ class FailingStore:
     def close(self) -> None: ...
 
 
+class FourBytes:
+    """Payloads of four bytes."""
+
+    num_bytes = 4
+
+    def parts(self, slots: Sequence[int]) -> list[Part]:
+        return [bytes(4) for _ in slots]
+
+    def fill(self, slot: int, read: Callable[[memoryview], T | None]) -> T | None:
+        return read(memoryview(bytearray(4)))
+
+
 def test_store_worker_turns_every_failure_into_a_miss_and_says_so() -> None:
-    worker = StoreWorker(FailingStore(), block_view=lambda _slot: memoryview(bytearray(4)), wake=lambda: None)
+    worker = StoreWorker(FailingStore(), payloads=FourBytes(), wake=lambda: None)
     assert worker.is_ok
     key = BlockKey(b"k" * 32)
     assert worker.look_up(LookUp(attempt_id=b"a", keys=(key,), resident_blocks=0, tenant="t"))
@@ -175,7 +194,7 @@ class BrokenStore(FailingStore):
 
 
 def test_fault_of_a_store_thread_is_told_instead_of_leaving_attempts_to_wait() -> None:
-    worker = StoreWorker(BrokenStore(), block_view=lambda _slot: memoryview(bytearray(4)), wake=lambda: None)
+    worker = StoreWorker(BrokenStore(), payloads=FourBytes(), wake=lambda: None)
     worker.look_up(LookUp(attempt_id=b"a", keys=(BlockKey(b"k" * 32),), resident_blocks=0, tenant="t"))
     told = worker.completions.get(timeout=10)
     assert isinstance(told, SourceFailed)

@@ -4,7 +4,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -33,6 +33,7 @@ from prefill_engine.messages import (
 from prefill_engine.rank.courier import Courier
 from prefill_testing.fake_transport import FakeNetwork, FakeTransport
 from prefill_testing.rank_harness import ListMailbox, RankHarness, make_submit, tiny_engine_config, tiny_tokens
+from prefill_testing.stub_cuda import LateDriver, caches_on_device
 
 BLOCK_KV, REQUEST_ROW = 1, 7
 _NUMBERS = itertools.count(1)
@@ -95,10 +96,13 @@ def running(decode: Decode, *, piece_seconds: float, store: Path | None = None) 
         harness.close()
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RankHarness, Decode]]:
+@pytest.fixture(scope="module", params=["host", "device"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[RankHarness, Decode]]:
     decode = Decode()
-    with running(decode, piece_seconds=30.0, store=tmp_path_factory.mktemp("store")) as harness:
+    memory = nullcontext() if request.param == "host" else caches_on_device(LateDriver())
+    with memory, running(decode, piece_seconds=30.0, store=tmp_path_factory.mktemp("store")) as harness:
         yield harness, decode
 
 

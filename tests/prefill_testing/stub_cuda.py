@@ -4,8 +4,15 @@ import ctypes
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from prefill_engine.kv_cache import KvCache
+from prefill_engine.rank.cuda_payloads import DevicePayloads
+
+READ_STREAM = 9
 
 
 class StubDriver:
@@ -95,6 +102,10 @@ class LateDriver(StubDriver):
         super().copy_from_device(stream, target, source, num_bytes)
         self.queue(stream, lambda: ctypes.memmove(target, source, num_bytes) and None)
 
+    def copy_to_device(self, stream: int, target: int, source: int, num_bytes: int) -> None:
+        super().copy_to_device(stream, target, source, num_bytes)
+        self.queue(stream, lambda: ctypes.memmove(target, source, num_bytes) and None)
+
     def record_event(self, event: int, stream: int) -> None:
         super().record_event(event, stream)
         with self._lock:
@@ -112,3 +123,22 @@ class LateDriver(StubDriver):
 
     def _of(self, stream: int) -> _Stream:
         return self._streams.setdefault(stream, _Stream())
+
+
+@contextmanager
+def caches_on_device(driver: StubDriver) -> Iterator[None]:
+    """Ranks that are built meanwhile reach payloads through the driver, as those of a cache in device memory."""
+
+    def make(cache: KvCache) -> DevicePayloads:
+        payloads = DevicePayloads(
+            driver, layout=cache.layout, cache_address=cache.blocks.data_ptr(), stream=READ_STREAM
+        )
+        cache.block_view = _no_address  # type: ignore[method-assign]
+        return payloads
+
+    with patch("prefill_engine.rank.build.HostPayloads", make):
+        yield
+
+
+def _no_address(slot: int) -> memoryview:
+    raise ValueError(f"block slot {slot} has no host address")

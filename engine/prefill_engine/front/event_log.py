@@ -1,11 +1,11 @@
 """The events of one attempt and the cursors of the streams that read them (serving.md 1.1 "Streaming").
 
 A number is given to an event when the fastest stream takes it; until then a newer progress event replaces an older one of its
-kind (each layer group of a hit is a kind of its own: there are four, and each has its time). So a slow reader sees fewer events but never a gap, and Attach(after_seq) is exact. The trap: what has a number is never
-changed or dropped again, because another stream may have seen it.
+kind (each layer group of a hit is a kind of its own: there are four, and each has its time). So a slow reader sees fewer events
+but never a gap, and Attach(after_seq) is exact. The trap: what has a number is never changed or dropped again, because another
+stream may have seen it.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from prefill_engine.front.events import Body, ChunkDone, Event, Queued, StoreState, SwapIn
@@ -14,6 +14,8 @@ MAX_LAG_EVENTS = 256
 # Beyond this many events, progress is thinned to one per second and kind, so that a long wait cannot fill the memory.
 _THIN_AFTER_EVENTS = 1024
 _THIN_GAP_SECONDS = 1.0
+_Kind = tuple[type, int]
+"""What a newer event must share to replace an older one."""
 _PROGRESS = (Queued, SwapIn, ChunkDone, StoreState)
 
 
@@ -33,8 +35,8 @@ class EventLog:
         self._newest = 0.0
         self._numbered: list[Event] = []
         self._pending: list[tuple[float, Body]] = []
-        self._held: dict[Hashable, tuple[float, Body]] = {}
-        self._last_progress: dict[Hashable, float] = {}
+        self._held: dict[_Kind, tuple[float, Body]] = {}
+        self._last_progress: dict[_Kind, float] = {}
 
     def append(self, body: Body, *, since_accept_seconds: float) -> None:
         """Adds an event. A progress event replaces an unnumbered one of its kind, and waits while its kind's gap runs."""
@@ -78,13 +80,12 @@ class EventLog:
         """True when faster streams are more than 256 events ahead of this one; what was there when it joined does not count."""
         return len(self._numbered) - max(cursor.taken, cursor.joined_at) > MAX_LAG_EVENTS
 
-    def _put_progress(self, kind: Hashable, entry: tuple[float, Body]) -> None:
+    def _put_progress(self, kind: _Kind, entry: tuple[float, Body]) -> None:
         self._held.pop(kind, None)
         self._last_progress[kind] = entry[0]
         self._pending = [old for old in self._pending if _kind(old[1]) != kind]
         self._pending.append(entry)
 
 
-def _kind(body: Body) -> Hashable:
-    """What a newer event must share to replace this one."""
-    return (SwapIn, body.layers_ready) if isinstance(body, SwapIn) else type(body)
+def _kind(body: Body) -> _Kind:
+    return type(body), body.layers_ready if isinstance(body, SwapIn) else 0

@@ -5,6 +5,7 @@ Called by the rank process, and by tests with a mailbox of their own.
 
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from prefill_engine.rank.block_save import CpuSaver
 from prefill_engine.rank.block_source import BlockSource
 from prefill_engine.rank.calibration import calibrate
 from prefill_engine.rank.courier import Courier
+from prefill_engine.rank.cuda_swap_in import CudaGates
 from prefill_engine.rank.engine import RankEngine
 from prefill_engine.rank.image_rows import RankImages
 from prefill_engine.rank.kv_keeper import KvKeeper
@@ -32,11 +34,13 @@ from prefill_engine.rank.kvd_source import KvdSource
 from prefill_engine.rank.lanes import Mailbox
 from prefill_engine.rank.loop import StepLoop
 from prefill_engine.rank.model_runner import ModelDigests, ModelRunner, build_cache, load_model, read_digests
+from prefill_engine.rank.payloads import HostPayloads, Payloads
 from prefill_engine.rank.planner import RankPlanner
 from prefill_engine.rank.push_sender import PushSender
 from prefill_engine.rank.read_server import ReadServer
 from prefill_engine.rank.stepper import Stepper
 from prefill_engine.rank.store_worker import StoreWorker
+from prefill_engine.rank.swap_counters import SwapCounters
 from prefill_engine.scheduler import check_scheduler_config
 from prefill_engine.swa_pool import SwaPool
 from prefill_kernels.op_sets import ops_identity
@@ -62,6 +66,16 @@ class _Design:
     device: torch.device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Access:
+    """How threads of the host reach the cache, and the step thread its device. make_gates None: KvdSource's own."""
+
+    payloads: Payloads
+    movers: BlockMovers
+    make_gates: Callable[[threading.Condition, SwapCounters], CudaGates] | None
+    wait_for_device: Callable[[], None]
+
+
 def build_rank(
     config: EngineConfig, *, rank: int, mailbox: Mailbox, reads: ReadServer, enter: Callable[[str], None]
 ) -> StepLoop:
@@ -81,12 +95,19 @@ def build_rank(
     digests = read_digests(config, design.spec, design.layout)
     model = load_model(config, design.spec, device=design.device, progress=_progress_sender(mailbox, rank))
     cache = build_cache(config, design.spec, layout=design.layout, state=design.state, device=design.device)
-    source = _build_source(config, store, cache=cache, rank=rank, wake=mailbox.wake)
-    pushes = PushSender(reads.courier, block_view=cache.block_view)
-    kv = _build_keeper(design, cache=cache, source=source, reads=reads, pushes=pushes)
+    access = _build_access(config, cache)
+    source = _build_source(config, store, cache=cache, access=access, rank=rank, wake=mailbox.wake)
+    pushes = PushSender(reads.courier, payloads=access.payloads)
+    kv = _build_keeper(design, cache=cache, source=source, reads=reads, pushes=pushes, payloads=access.payloads)
     enter("warmup")
     mailbox.send(_progress(rank, "warmup", 0, 1, "passes", ""))
-    runner = ModelRunner(model, cache, truncation=config.replay.truncation, device=design.device)
+    runner = ModelRunner(
+        model,
+        cache,
+        truncation=config.replay.truncation,
+        device=design.device,
+        wait_for_device=access.wait_for_device,
+    )
     cost = calibrate(runner, kv, vocab_size=design.spec.vocab_size, on_layer=lambda _step, _layer: None)
     planner = RankPlanner(scheduler=config.scheduler, kv=config.kv, truncation=config.replay.truncation, cost=cost)
     engine = RankEngine(
@@ -140,24 +161,39 @@ def _read_design(config: EngineConfig) -> _Design:
     )
 
 
+def _build_access(config: EngineConfig, cache: KvCache) -> _Access:
+    if cache.blocks.device.type != "cuda":
+        movers = BlockMovers(copier=CpuCopier(cache), saver=CpuSaver(cache.block_view))
+        return _Access(payloads=HostPayloads(cache), movers=movers, make_gates=None, wait_for_device=lambda: None)
+    # Here, because it needs a CUDA driver.
+    from prefill_engine.rank.cuda_build import CudaParts
+
+    parts = CudaParts(cache, gate_seconds=config.kvd.gate_seconds)
+    return _Access(
+        payloads=parts.payloads,
+        movers=parts.movers,
+        make_gates=parts.make_gates,
+        wait_for_device=parts.wait_for_device,
+    )
+
+
 def _build_source(
-    config: EngineConfig, store: BlockStore | None, *, cache: KvCache, rank: int, wake: Callable[[], None]
+    config: EngineConfig,
+    store: BlockStore | None,
+    *,
+    cache: KvCache,
+    access: _Access,
+    rank: int,
+    wake: Callable[[], None],
 ) -> BlockSource:
     """The pod's kvd where one is configured, else the store of this process."""
     if store is not None:
-        return StoreWorker(store, block_view=cache.block_view, wake=wake)
-    movers, make_gates = BlockMovers(copier=CpuCopier(cache), saver=CpuSaver(cache.block_view)), None
-    if cache.blocks.device.type == "cuda":
-        # Here, because it needs a CUDA driver.
-        from prefill_engine.rank.cuda_build import CudaParts
-
-        parts = CudaParts(cache, gate_seconds=config.kvd.gate_seconds)
-        movers, make_gates = parts.movers, parts.make_gates
+        return StoreWorker(store, payloads=access.payloads, wake=wake)
     source = KvdSource(
         config.kvd,
         cache=cache,
-        movers=movers,
-        make_gates=make_gates,
+        movers=access.movers,
+        make_gates=access.make_gates,
         rank=rank,
         wake=wake,
         is_required=config.store.required,
@@ -167,7 +203,13 @@ def _build_source(
 
 
 def _build_keeper(
-    design: _Design, *, cache: KvCache, source: BlockSource, reads: ReadServer, pushes: PushSender
+    design: _Design,
+    *,
+    cache: KvCache,
+    source: BlockSource,
+    reads: ReadServer,
+    pushes: PushSender,
+    payloads: Payloads,
 ) -> KvKeeper:
     kv = design.config.kv
     return KvKeeper(
@@ -178,6 +220,7 @@ def _build_keeper(
         source=source,
         reads=reads,
         pushes=pushes,
+        payloads=payloads,
         state_layout=design.state,
         keep_tokens=design.config.replay.keep_tokens,
         has_encoder=design.config.vision.mode is not VisionMode.NONE,

@@ -19,6 +19,7 @@ from typing import Any
 from prefill_engine.handoff_pieces import PushRegion
 from prefill_engine.kv.transport.contract import Source, Transport
 from prefill_engine.messages import PushReport
+from prefill_engine.rank.payloads import Part
 from prefill_engine.rank.push import Push
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Courier:
         """An attempt whose hand-over is pushed. `collect` names it when nothing of it is in flight any more."""
         self._call(self._begin, attempt_id, tuple(regions))
 
-    def add(self, attempt_id: bytes, kind: int, parts: Sequence[bytes | memoryview]) -> None:
+    def add(self, attempt_id: bytes, kind: int, parts: Sequence[Part]) -> None:
         """Further consecutive bytes of a component, complete and unchanged until the push has drained."""
         self._call(self._add, attempt_id, kind, tuple(parts))
 
@@ -152,7 +153,7 @@ class Courier:
         self._fault = self._fault or error
         self._wake()
 
-    def _add(self, attempt_id: bytes, kind: int, parts: tuple[bytes | memoryview, ...]) -> None:
+    def _add(self, attempt_id: bytes, kind: int, parts: tuple[Part, ...]) -> None:
         push = self._pushes.get(attempt_id)
         if push is not None:
             push.add(kind, parts)

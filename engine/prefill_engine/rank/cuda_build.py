@@ -1,4 +1,4 @@
-"""Makes the CUDA parts of swap-in and saves out of torch and the Triton copies. NEVER RUN on a GPU so far.
+"""Makes the CUDA parts of swap-in, saves and hand-over out of torch and the Triton copies. NEVER RUN on a GPU so far.
 
 Called by build.py for a cache in device memory.
 """
@@ -12,6 +12,7 @@ import torch
 from prefill_engine.kv_cache import KvCache
 from prefill_engine.rank.block_copy import BlockMovers
 from prefill_engine.rank.cuda_driver import CudaDriver, LibCuda
+from prefill_engine.rank.cuda_payloads import DevicePayloads
 from prefill_engine.rank.cuda_pools import PinnedPools
 from prefill_engine.rank.cuda_save import CudaSaver
 from prefill_engine.rank.cuda_swap_in import CudaCopier, CudaGates
@@ -19,7 +20,8 @@ from prefill_engine.rank.swap_counters import SwapCounters
 
 
 class CudaParts:
-    """One rank's copy and save streams, driver and what is made of them. Built on a thread that has used the device."""
+    """A rank's streams beside the computing one, its driver, and what is made of them. Built on a thread that has used the
+    device."""
 
     def __init__(self, cache: KvCache, *, gate_seconds: float) -> None:
         self._cache = cache
@@ -28,6 +30,7 @@ class CudaParts:
         self._driver: CudaDriver = LibCuda(ctypes.CDLL("libcuda.so.1"))
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._save_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._read_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         pools = PinnedPools(self._driver, record_bytes=cache.layout.record_bytes)
         copier = CudaCopier(
             self._driver,
@@ -47,6 +50,12 @@ class CudaParts:
             scatter=self._scatter,
         )
         self.movers = BlockMovers(copier=copier, saver=saver)
+        self.payloads = DevicePayloads(
+            self._driver,
+            layout=cache.layout,
+            cache_address=cache.blocks.data_ptr(),
+            stream=self._read_stream.cuda_stream,
+        )
 
     def make_gates(self, changed: threading.Condition, counters: SwapCounters) -> CudaGates:
         """Gates on whatever stream is current when a step asks."""
@@ -58,6 +67,10 @@ class CudaParts:
             compute_stream=self._compute_stream,
             counters=counters,
         )
+
+    def wait_for_device(self) -> None:
+        """Returns when everything that the calling thread has queued is done."""
+        self._driver.synchronize(self._compute_stream())
 
     def _compute_stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)

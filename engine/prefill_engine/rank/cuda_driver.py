@@ -1,8 +1,8 @@
 """The few driver calls that swap-in and saves on CUDA need, as a protocol, and their real implementation on libcuda.
 
 Used by cuda_swap_in.py and cuda_save.py; tests have a stub. NEVER RUN on a GPU so far. The traps: every call returns a code, and
-a call on a broken context fails from then on; such a failure is a GPU fault (exit 14), not a miss. A thread has no context until
-it is given one.
+a call on a broken context fails from then on; such a failure is a GpuFault, not a miss. A thread has no context until it is
+given one.
 """
 
 import ctypes
@@ -10,17 +10,23 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from prefill_plan.errors import GpuFault
+
 _PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | DEVICEMAP
 _HOSTALLOC_PORTABLE_AND_MAPPED = 0x01 | 0x02
 _WAIT_VALUE_GEQ = 0x0
 _EVENT_DISABLE_TIMING = 0x2
+_OUT_OF_MEMORY = 2
+# Unavailable, no device, invalid device, ECC, NVLink, illegal address, time-out, destroyed context, assert, peers, hardware stack
+# to launch failed, unknown: after these every further call fails.
+_FAULTS = frozenset((46, 100, 101, 214, 220, 700, 702, 709, 710, *range(714, 720), 999))
 
 
 class CudaDriver(Protocol):
-    """Streams are raw handles."""
+    """Streams are raw handles. Every call raises GpuFault, MemoryError or RuntimeError."""
 
     def register_host(self, address: int, num_bytes: int) -> None:
-        """Pins and maps host memory that stays where it is. Raises RuntimeError."""
+        """Pins and maps host memory that stays where it is."""
         ...
 
     def unregister_host(self, address: int) -> None: ...
@@ -38,11 +44,11 @@ class CudaDriver(Protocol):
         ...
 
     def copy_to_device(self, stream: int, target: int, source: int, num_bytes: int) -> None:
-        """Queues one copy from registered host memory."""
+        """Queues one copy from registered or allocated host memory."""
         ...
 
     def copy_from_device(self, stream: int, target: int, source: int, num_bytes: int) -> None:
-        """Queues one copy into registered host memory, in the stream's order."""
+        """Queues one copy into registered or allocated host memory, in the stream's order."""
         ...
 
     def create_event(self) -> int:
@@ -149,5 +155,9 @@ class LibCuda:
             self._thread.has_context = True
             self._call("cuCtxSetCurrent", ctypes.c_void_p(self._context))
         code = self._cuda[name](*arguments)
+        if code in _FAULTS:
+            raise GpuFault(f"{name} failed with CUresult {code}: the GPU cannot be used any more; the rank ends")
+        if code == _OUT_OF_MEMORY:
+            raise MemoryError(f"{name} failed with CUresult {code}: no memory left that the GPU can use")
         if code != 0:
-            raise RuntimeError(f"{name} failed with CUresult {code}, expected 0; the GPU cannot be used any more")
+            raise RuntimeError(f"{name} failed with CUresult {code}, expected 0")

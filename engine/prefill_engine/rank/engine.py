@@ -93,7 +93,8 @@ class RankEngine:
                 self.stop_asked = True
 
     def collect(self) -> None:
-        """Acts on every I/O job that has finished."""
+        """Acts on every I/O job that has finished. Raises what ended one unexpectedly."""
+        self._kv.check_reads()
         for attempt_id in self._pushes.collect():
             self.attempts[attempt_id].push_pending = False
             self.free_if_done(self.attempts[attempt_id])

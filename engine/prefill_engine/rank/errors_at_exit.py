@@ -3,7 +3,7 @@
 import torch
 
 from prefill_engine.messages import RankFailed
-from prefill_plan.errors import CheckpointError, ConfigError, ExitCode, PeerError, PlanError, StoreUnavailable
+from prefill_plan.errors import CheckpointError, ConfigError, ExitCode, GpuFault, PeerError, PlanError, StoreUnavailable
 
 
 class InjectedFault(Exception):
@@ -37,6 +37,8 @@ def _exit_code(error: BaseException, *, phase: str) -> int:
             return ExitCode.STORE_LOST
         case PeerError():
             return ExitCode.RANK_LOST
+        case GpuFault() | torch.AcceleratorError():
+            return ExitCode.GPU_FAULT
         case MemoryError() | torch.OutOfMemoryError():
             return ExitCode.OUT_OF_MEMORY_RUN if phase == "serve" else ExitCode.OUT_OF_MEMORY_LOAD
         case _:

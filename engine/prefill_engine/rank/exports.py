@@ -2,16 +2,17 @@
 
 from prefill_engine.kv_cache import KvCache
 from prefill_engine.rank.attempt import Attempt
+from prefill_engine.rank.payloads import Payloads
 from prefill_engine.rank.read_server import Component
 from prefill_engine.rpc import common_pb2
 from prefill_plan.kv_layout import BLOCK_TOKENS, RequestRow
 
 
-def build_components(attempt: Attempt, *, cache: KvCache) -> tuple[Component, ...]:
+def build_components(attempt: Attempt, *, cache: KvCache, payloads: Payloads) -> tuple[Component, ...]:
     """Components of the attempt: whole block payloads in order (the tail block zero-filled), state by kind, the request row.
 
     With store_only, full blocks are left out: the store has them. Mutates the cache: the unused end of the last block is zeroed.
-    State is copied, blocks are views.
+    State is copied, which waits for the device; blocks are read when a peer asks for them.
     """
     plan = attempt.plan
     tail_tokens = attempt.prompt_tokens % BLOCK_TOKENS
@@ -35,7 +36,7 @@ def build_components(attempt: Attempt, *, cache: KvCache) -> tuple[Component, ..
     return (
         Component(
             kind=common_pb2.COMPONENT_KIND_BLOCK_KV,
-            pieces=[cache.block_view(slot) for slot in attempt.block_slots[first_block:]],
+            pieces=payloads.parts(attempt.block_slots[first_block:]),
             offset=first_block * cache.layout.payload_bytes,
         ),
         Component(kind=common_pb2.COMPONENT_KIND_SWA_ENCODER, pieces=[state[:encoder_end]]),

@@ -22,6 +22,7 @@ from prefill_engine.rank.block_source import (
     WriteItem,
 )
 from prefill_engine.rank.exports import build_components
+from prefill_engine.rank.payloads import Payloads
 from prefill_engine.rank.push_sender import PushSender
 from prefill_engine.rank.read_server import ReadServer
 from prefill_engine.swa_pool import SwaPool, SwaSnapshot
@@ -43,6 +44,7 @@ class KvKeeper:
         source: BlockSource,
         reads: ReadServer,
         pushes: PushSender,
+        payloads: Payloads,
         state_layout: StateLayout,
         keep_tokens: int,
         has_encoder: bool = False,
@@ -54,6 +56,7 @@ class KvKeeper:
         self._source = source
         self._reads = reads
         self._pushes = pushes
+        self._payloads = payloads
         self._state_layout = state_layout
         self._keep_tokens = keep_tokens
         self._has_encoder = has_encoder
@@ -290,10 +293,14 @@ class KvKeeper:
 
     def export(self, attempt: Attempt) -> tuple[Region, ...]:
         """Opens everything a decode peer reads; the state slot is free afterwards, since the export holds a copy."""
-        components = build_components(attempt, cache=self._cache)
+        components = build_components(attempt, cache=self._cache, payloads=self._payloads)
         self.release_state(attempt)
         self._pushes.finish(attempt, components)
         return self._reads.open(attempt.attempt_id, components)
+
+    def check_reads(self) -> None:
+        """Raises what a read of an open export failed with."""
+        self._reads.check()
 
     # --- the end
     def stop_loading(self, attempt: Attempt) -> None:

@@ -1,7 +1,7 @@
 """Loads the model of a rank and runs its steps. Owner of parameters and step numbers; slots come from the plan.
 
-The trap: everything runs under torch.inference_mode, and on the CPU a step blocks this thread until its bytes are written;
-only then may a block be published.
+The trap: everything runs under torch.inference_mode, and a step blocks this thread until its bytes are written, on a GPU too:
+only then may a block be published, a slot be given to a copy that no stream orders behind the step, or a step's time be believed.
 """
 
 import time
@@ -57,13 +57,21 @@ class ModelRunner:
     """One rank's model, cache and step counter."""
 
     def __init__(
-        self, model: DeepseekV41Flash, cache: KvCache, *, truncation: Truncation, device: torch.device
+        self,
+        model: DeepseekV41Flash,
+        cache: KvCache,
+        *,
+        truncation: Truncation,
+        device: torch.device,
+        wait_for_device: Callable[[], None],
     ) -> None:
+        """wait_for_device: returns when everything that this thread has queued is done."""
         self.cache = cache
         self.num_steps = 0
         self._model = model
         self._truncation = truncation
         self._device = device
+        self._wait_for_device = wait_for_device
 
     def run(
         self,
@@ -89,6 +97,7 @@ class ModelRunner:
             output = self._model.forward(
                 batch, self.cache, on_layer=lambda layer: on_layer(step_id, layer), wait_source=wait_source
             )
+            self._wait_for_device()
         return StepResult(step_id=step_id, logits=output.logits, seconds=time.monotonic() - start)
 
 

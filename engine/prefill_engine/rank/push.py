@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from prefill_engine.handoff_pieces import PieceChecks, PieceRange, PushRegion, checksum, cut_pieces
 from prefill_engine.kv.transport.contract import PullOutcome, PullState, Transport
+from prefill_engine.rank.payloads import Part, read_parts
 
 _WINDOW = 4
 """Pieces under way at once: enough to hide round trips, and few enough to be fair to other peers."""
@@ -23,7 +24,7 @@ class _Lane:
 
     region: PushRegion
     pieces: tuple[PieceRange, ...]
-    parts: list[bytes | memoryview] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     num_added: int = 0
     next_piece: int = 0
     checks: dict[int, bytes] = field(default_factory=dict)
@@ -37,12 +38,7 @@ class _Lane:
         if end > self.num_added:
             return None
         self.next_piece += 1
-        size = len(self.parts[0])
-        parts = []
-        for index in range(start // size, (end - 1) // size + 1):
-            base = index * size
-            parts.append(self.parts[index][max(0, start - base) : end - base])
-        data = b"".join(parts)
+        data = read_parts(self.parts, start, end)
         self.checks[piece.index] = checksum(data)
         return piece, data
 
@@ -72,7 +68,7 @@ class Push:
         self._under_way: set[asyncio.Task[None]] = set()
         self._unsettled: list[PullOutcome] = []
 
-    def add(self, kind: int, parts: Sequence[bytes | memoryview]) -> None:
+    def add(self, kind: int, parts: Sequence[Part]) -> None:
         """Further bytes of a component; one that was not granted fails the push."""
         lane = self._lanes.get(kind)
         if lane is None:

@@ -5,21 +5,22 @@ the front has refused pushes to it. The trap: blocks handed over here must keep 
 the attempt, so a hit must not shrink after the first chunk has been committed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from prefill_engine.rank.attempt import Attempt
 from prefill_engine.rank.courier import Courier
+from prefill_engine.rank.payloads import Payloads
 from prefill_engine.rank.read_server import Component
 
 BLOCK_KV = 1  # pe.v1.ComponentKind
 
 
 class PushSender:
-    """block_view: payload of a pool slot."""
+    """Owner of how much of each push has been given."""
 
-    def __init__(self, courier: Courier | None, *, block_view: Callable[[int], memoryview]) -> None:
+    def __init__(self, courier: Courier | None, *, payloads: Payloads) -> None:
         self._courier = courier
-        self._block_view = block_view
+        self._payloads = payloads
         self._num_given: dict[bytes, int] = {}
 
     def begin(self, attempt: Attempt) -> None:
@@ -61,4 +62,4 @@ class PushSender:
         if given is None or self._courier is None or len(slots) <= given:
             return
         self._num_given[attempt.attempt_id] = len(slots)
-        self._courier.add(attempt.attempt_id, BLOCK_KV, [self._block_view(slot) for slot in slots[given:]])
+        self._courier.add(attempt.attempt_id, BLOCK_KV, self._payloads.parts(slots[given:]))

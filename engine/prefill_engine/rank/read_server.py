@@ -24,6 +24,7 @@ from prefill_engine.kv.transport.contract import Source
 from prefill_engine.messages import Expose, ReadRange, ReadReply, Region
 from prefill_engine.rank.courier import Courier
 from prefill_engine.rank.lanes import DataLane
+from prefill_engine.rank.payloads import Part, read_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class Component:
     offset: where they begin in the whole component."""
 
     kind: int
-    pieces: Sequence[bytes | memoryview]
+    pieces: Sequence[Part]
     offset: int = 0
 
     @property
@@ -41,15 +42,7 @@ class Component:
 
     def read(self, offset: int, length: int) -> bytes:
         """Copy of bytes [offset, offset + length) of the pieces, clipped to them."""
-        size = len(self.pieces[0]) if self.pieces else 0
-        end = min(offset + length, self.num_bytes)
-        if size == 0 or offset >= end:
-            return b""
-        parts = []
-        for index in range(offset // size, (end - 1) // size + 1):
-            base = index * size
-            parts.append(self.pieces[index][max(0, offset - base) : end - base])
-        return b"".join(parts)
+        return read_parts(self.pieces, offset, offset + length)
 
 
 @dataclass(slots=True)
@@ -66,6 +59,7 @@ class ReadServer:
 
     def __init__(self, courier: Courier | None = None) -> None:
         self.courier = courier
+        self._fault: Exception | None = None
         self._lock = threading.Lock()
         self._exports: dict[bytes, Mapping[int, Component]] = {}
         self._exposed: dict[bytes, tuple[_Exposed, int]] = {}
@@ -93,6 +87,11 @@ class ReadServer:
             for kind, component in table.items()
         )
 
+    def check(self) -> None:
+        """Raises what a read failed with: memory of ours that can't be read is a fault of the rank (step thread)."""
+        if self._fault is not None:
+            raise self._fault
+
     def close(self, attempt_id: bytes) -> None:
         """Ends reads of an attempt; its memory may be reused when this returns. Unknown attempts are fine."""
         with self._lock:
@@ -104,12 +103,13 @@ class ReadServer:
         """The asked bytes, or an error text."""
         with self._lock:
             component = self._exports.get(request.attempt_id, {}).get(request.kind)
-            data = component.read(request.offset, request.length) if component is not None else b""
-        error = (
-            ""
-            if component is not None
-            else f"component kind {request.kind} of this attempt is not readable (released or never there)"
-        )
+            data = self._copy(component, request.offset, request.length) if component is not None else None
+        error = ""
+        if component is None:
+            error = f"component kind {request.kind} of this attempt is not readable (released or never there)"
+        elif data is None:
+            error = f"component kind {request.kind} of this attempt cannot be read: {self._fault}; the engine ends"
+        data = data or b""
         return ReadReply(read_id=request.read_id, data=data, crc32c=crc32c.crc32c(data), error=error)
 
     def expose(self, request: Expose) -> ReadReply:
@@ -155,9 +155,18 @@ class ReadServer:
             if key not in self._exposed:
                 return None
             piece = exposed.pieces[index]
-            data = exposed.component.read(piece.start, piece.end - piece.start)
-        exposed.checks[index] = checksum(data)
+            data = self._copy(exposed.component, piece.start, piece.end - piece.start)
+        if data is not None:
+            exposed.checks[index] = checksum(data)
         return data
+
+    def _copy(self, component: Component, offset: int, length: int) -> bytes | None:
+        """None: the memory can't be read, which `check` raises."""
+        try:
+            return component.read(offset, length)
+        except Exception as error:
+            self._fault = self._fault or error
+            return None
 
     def _run(self, lane: DataLane) -> None:
         while not self._stopping.is_set():

@@ -24,6 +24,7 @@ from prefill_engine.rank.block_source import (
     WriteItem,
     guarded,
 )
+from prefill_engine.rank.payloads import Part, Payloads
 from prefill_engine.swa_pool import SwaSnapshot
 from prefill_plan.block_keys import BlockKey
 from prefill_plan.errors import StoreUnavailable
@@ -41,13 +42,12 @@ class StoreWorker:
         self,
         store: BlockStore,
         *,
-        block_view: Callable[[int], memoryview],
+        payloads: Payloads,
         wake: Callable[[], None],
     ) -> None:
-        """block_view: writable payload of a pool slot."""
         self.completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
         self._store = store
-        self._block_view = block_view
+        self._payloads = payloads
         self._wake = wake
         self._lost = threading.Event()
         self._reads: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -94,7 +94,8 @@ class StoreWorker:
 
     def write(self, attempt_id: bytes, items: Sequence[WriteItem], *, tenant: str) -> None:  # noqa: ARG002
         """As BlockSource."""
-        self._writes.put(lambda: self._write(attempt_id, items))
+        parts = self._payloads.parts([item.slot for item in items])
+        self._writes.put(lambda: self._write(attempt_id, items, parts))
 
     def keep_snapshots(
         self,
@@ -137,15 +138,12 @@ class StoreWorker:
     def _load(self, attempt_id: bytes, items: Sequence[tuple[BlockKey, int]]) -> LoadDone:
         start = time.monotonic()
         provenances: list[int] = []
-        num_bytes = 0
         try:
             for key, slot in items:
-                out = self._block_view(slot)
-                stored = self._store.read(key, out)
+                stored = self._payloads.fill(slot, partial(self._store.read, key))
                 if stored is None:
                     break
                 provenances.append(stored.provenance)
-                num_bytes += len(out)
         except StoreUnavailable as error:
             logger.warning(
                 "store read failed; the hit is shortened",
@@ -155,18 +153,17 @@ class StoreWorker:
         return LoadDone(
             attempt_id=attempt_id,
             provenances=tuple(provenances),
-            num_bytes=num_bytes,
+            num_bytes=len(provenances) * self._payloads.num_bytes,
             seconds=time.monotonic() - start,
             at_ns=time.monotonic_ns(),
         )
 
-    def _write(self, attempt_id: bytes, items: Sequence[WriteItem]) -> WriteDone:
+    def _write(self, attempt_id: bytes, items: Sequence[WriteItem], parts: Sequence[Part]) -> WriteDone:
         """Stops at the first failure: a chain with a hole is of no use to a later look-up."""
         committed = 0
         try:
-            for item in items:
-                payload = self._block_view(item.slot)
-                self._store.write(item.key, payload, block_index=item.block_index, provenance=item.provenance)
+            for item, part in zip(items, parts, strict=True):
+                self._store.write(item.key, part[:], block_index=item.block_index, provenance=item.provenance)
                 committed += 1
         except StoreUnavailable as error:
             logger.warning("store write failed; blocks stay in the pool only", extra={"error": error.message})

@@ -17,6 +17,7 @@ from prefill_engine.kv_cache import KvCache
 from prefill_engine.rank.block_copy import BlockMovers
 from prefill_engine.rank.cuda_plan import POISON
 from prefill_engine.rank.cuda_swap_in import CudaGates
+from prefill_engine.rank.payloads import Payloads, read_parts
 from prefill_engine.rank.swap_counters import SwapCounters
 from prefill_engine.rank.swap_in import LoadProgress
 from prefill_plan.config import RecordFormat
@@ -52,6 +53,7 @@ def check_kv(bench: Bench) -> None:
         times = bench.log.results.setdefault("kv", {})
         verdicts = {
             "kv blocks": check_blocks(cache, pool, parts.movers, times),
+            "kv hand-over": check_payloads(cache, parts.payloads, times),
             "kv snapshot": check_snapshot(cache),
             "kv gates": check_gates(parts.make_gates(threading.Condition(), SwapCounters())),
         }
@@ -85,6 +87,29 @@ def check_blocks(cache: KvCache, pool: PoolMemory, movers: BlockMovers, times: d
         return "blocks differ after they were copied back"
     total = num_blocks * layout.payload_bytes / 1e9
     times |= {"save_gb_per_s": total / save, "load_gb_per_s": total / load}
+    return "ok"
+
+
+def check_payloads(cache: KvCache, payloads: Payloads, times: dict[str, float]) -> str:
+    """Random blocks read as a hand-over reads them, in pieces that end anywhere, and one filled as a store fills it."""
+    num_blocks, piece = len(cache.blocks), (1 << 20) - 7
+    cache.blocks.random_(0, 256, generator=torch.Generator(cache.blocks.device).manual_seed(SEED + 1))
+    expected = cache.blocks[:, : payloads.num_bytes].cpu().clone()
+    parts, total = payloads.parts(range(num_blocks)), num_blocks * payloads.num_bytes
+    read: list[bytes] = []
+    seconds = _timed(lambda: read.extend(read_parts(parts, start, start + piece) for start in range(0, total, piece)))
+    if b"".join(read) != expected.numpy().tobytes():
+        return "the hand-over's bytes differ from the cache"
+
+    def first_block(out: memoryview) -> bool:
+        out[:] = expected[0].numpy().data
+        return True
+
+    payloads.fill(num_blocks - 1, first_block)
+    expected[-1] = expected[0]
+    if not torch.equal(cache.blocks[:, : payloads.num_bytes].cpu(), expected):
+        return "blocks differ after one was filled"
+    times["handover_gb_per_s"] = total / seconds / 1e9
     return "ok"
 
 
