@@ -120,7 +120,7 @@ class Bench:
         cpu = time.process_time()
         job = SwapJob(
             attempt_id=b"a",
-            link=Link(stub=None, pool=self.pool, epoch=1),
+            link=Link(stub=None, pool=self.pool, epoch=1, say=lambda _request: None),
             owner_epoch=OWNER,
             lease_row=0,
             lease_id=1,
