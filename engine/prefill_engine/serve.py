@@ -186,32 +186,10 @@ def build_front(
     def call_sink(call: SinkCall, ticket: Ticket | None) -> None:
         front.sink_caller.start(call, ticket, front.served)
 
-    lifecycle = Lifecycle(
-        limits=config.server,
-        ranks=tuple(lanes),
-        attempts=Attempts(result_seconds=config.handoff.result_seconds),
-        tickets=Tickets(
-            ttl_seconds=config.handoff.ticket_seconds,
-            max_seconds=config.handoff.ticket_max_seconds,
-            keep_seconds=config.handoff.result_seconds,
-        ),
-        send=send,
-        clock=clock,
-        new_id=new_id,
-        wait_of=board.wait_seconds,
-        observer=telemetry,
-        call_sink=call_sink,
-    )
+    lifecycle = _build_lifecycle(config, tuple(lanes), board=board, telemetry=telemetry, send=send, call_sink=call_sink)
 
     def build_served(ranks: Sequence[RankReady], endpoint: str) -> ServedModel:
-        identity = EngineIdentity(
-            engine_id=host.engine_id,
-            epoch=epoch,
-            endpoint=endpoint,
-            zone=host.zone,
-            build=f"prefill {metadata.version('prefill')}",
-        )
-        return build_served_model(config, spec, identity=identity, ranks=ranks)
+        return build_served_model(config, spec, identity=_engine_identity(host, epoch, endpoint), ranks=ranks)
 
     front = Front(
         lanes=lanes,
@@ -224,6 +202,44 @@ def build_front(
         vision=None if rows is None else _build_vision(config, lifecycle, rows=rows, send=send, telemetry=telemetry),
     )
     return front
+
+
+def _build_lifecycle(
+    config: EngineConfig,
+    ranks: tuple[int, ...],
+    *,
+    board: LoadBoard,
+    telemetry: Telemetry,
+    send: Callable[[int, ToRank], None],
+    call_sink: Callable[[SinkCall, Ticket | None], None],
+) -> Lifecycle:
+    handoff = config.handoff
+    return Lifecycle(
+        limits=config.server,
+        ranks=ranks,
+        attempts=Attempts(result_seconds=handoff.result_seconds),
+        tickets=Tickets(
+            ttl_seconds=handoff.ticket_seconds,
+            max_seconds=handoff.ticket_max_seconds,
+            keep_seconds=handoff.result_seconds,
+        ),
+        send=send,
+        clock=time.monotonic,
+        new_id=new_id,
+        wait_of=board.wait_seconds,
+        observer=telemetry,
+        call_sink=call_sink,
+    )
+
+
+def _engine_identity(host: HostIdentity, epoch: int, endpoint: str) -> EngineIdentity:
+    return EngineIdentity(
+        engine_id=host.engine_id,
+        epoch=epoch,
+        endpoint=endpoint,
+        zone=host.zone,
+        build=f"prefill {metadata.version('prefill')}",
+    )
 
 
 def open_rows(config: EngineConfig, host: HostIdentity) -> Slab | None:

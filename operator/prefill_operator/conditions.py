@@ -15,7 +15,7 @@ from prefill_operator.failures import PodState, Remedy
 from prefill_operator.fleet import Fleet, PodView
 from prefill_operator.gpu_faults import GpuStall
 from prefill_operator.intent import Intent
-from prefill_operator.messages import describe_fleet, describe_pod, format_time
+from prefill_operator.messages import describe_fleet, describe_imbalance, describe_pod, format_time
 from prefill_operator.model import ChildKind, CreateRefusal, Observed, RefusalReason
 from prefill_operator.names import ConditionType, Reason
 from prefill_operator.plan import PoolPlan
@@ -143,8 +143,16 @@ def seal_conditions(
 
 def _judge_ready(f: Findings) -> _Found:
     kind, holds, reason, text = _judge_rollout(f)
-    note = f.observed.reference
-    return (kind, holds, reason, f"{text}; {note.text}" if note is not None else text)
+    return (kind, holds, reason, "; ".join((text, *_notes(f))))
+
+
+def _notes(f: Findings) -> Iterable[str]:
+    """What users should know beside the pods' state; it changes no condition."""
+    if f.observed.reference is not None:
+        yield f.observed.reference.text
+    load = f.observed.load
+    if load is not None and load.uneven is not None:
+        yield describe_imbalance(load.uneven, f.fleet)
 
 
 def _judge_rollout(f: Findings) -> _Found:

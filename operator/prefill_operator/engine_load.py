@@ -83,12 +83,17 @@ def pool_load(rates: Sequence[PatchRate]) -> PoolLoad | None:
     if not rates:
         return None
     queued = [rate.queued for rate in rates]
-    total = sum(queued)
     return PoolLoad(
-        pending_patches=round_digits(total),
+        pending_patches=round_digits(sum(queued)),
         patches_per_second=round_digits(sum(rate.per_second for rate in rates)),
-        imbalance=f"{max(queued) * len(queued) / total if total else 1.0:.{_DIGITS - 1}f}",
+        imbalance=imbalance_text(queued),
     )
+
+
+def imbalance_text(queued: Sequence[int]) -> str:
+    """Largest over mean in two digits; "1.0" where nothing waits. queued: of one encoder or more."""
+    total = sum(queued)
+    return f"{max(queued) * len(queued) / total if total else 1.0:.{_DIGITS - 1}f}"
 
 
 def round_digits(value: float) -> int:

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from prefill_operator.engine_client import EngineClient
 from prefill_operator.engine_load import EngineReport, PatchRate, patch_rate, pool_load, progress_step
 from prefill_operator.engine_wire import LoadState
-from prefill_operator.model import LoadProgress, PoolLoad
+from prefill_operator.imbalance import EncoderQueue, is_uneven, judge_imbalance
+from prefill_operator.model import ImbalanceNote, LoadProgress, PoolLoad
 from prefill_operator.names import Kind
 from prefill_operator.resources import PoolKey
 
@@ -55,6 +56,8 @@ class WatchedEngine:
     """What its pod's annotation says now."""
     is_loading: bool
     """Its containers are not ready."""
+    batch_patches: int = 0
+    """Of encoders: most patches that it encodes at once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,6 +104,8 @@ class EngineWatch:
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
         self._pool_loads: dict[PoolKey, PoolLoad] = {}
+        self._uneven_since: dict[PoolKey, float] = {}
+        """Pools whose last sums were all uneven, by our clock. Not kept anywhere else: a new leader counts anew."""
 
     @property
     def uids(self) -> tuple[str, ...]:
@@ -112,6 +117,7 @@ class EngineWatch:
             del self._seen[uid]
         if not engines:
             self._pool_loads.pop(pool, None)
+            self._uneven_since.pop(pool, None)
         for uid, engine in engines.items():
             seen = self._seen.get(uid)
             if seen is None or seen.engine.address != engine.address:
@@ -176,15 +182,30 @@ class EngineWatch:
 
     def sum_up(self) -> None:
         """The load of each pool of encoders, from the last answers. Every 30 s, so that a status follows no faster."""
-        rates: dict[PoolKey, list[PatchRate]] = {}
-        for seen in self._seen.values():
+        told: dict[PoolKey, dict[str, PatchRate]] = {pool: {} for pool in self._pool_loads}
+        for uid, seen in self._seen.items():
             if seen.rate is not None and not seen.engine.is_loading:
-                rates.setdefault(seen.pool, []).append(seen.rate)
-        for pool, found in rates.items():
-            load = pool_load(found)
-            if load is not None and load != self._pool_loads.get(pool):
+                told.setdefault(seen.pool, {})[uid] = seen.rate
+        for pool, rates in told.items():
+            before = self._pool_loads.get(pool)
+            # The last figures stay where nobody tells any more; that they are uneven does not.
+            load = pool_load(tuple(rates.values())) or before
+            load = None if load is None else replace(load, uneven=self._note_balance(pool, rates))
+            if load is not None and load != before:
                 self._pool_loads[pool] = load
                 self._on_change(pool)
+
+    def _note_balance(self, pool: PoolKey, rates: Mapping[str, PatchRate]) -> ImbalanceNote | None:
+        """What is to be said of these rates by pod UID, after those of the rounds before."""
+        queues = [
+            EncoderQueue(uid=uid, queued=rate.queued, batch=self._seen[uid].engine.batch_patches)
+            for uid, rate in rates.items()
+        ]
+        if not is_uneven(queues):
+            self._uneven_since.pop(pool, None)
+            return None
+        now = self._clock()
+        return judge_imbalance(queues, seconds=now - self._uneven_since.setdefault(pool, now))
 
     def _note_store(self, seen: _Seen, report: EngineReport | None) -> bool:
         """Whether the engine's store is another now."""

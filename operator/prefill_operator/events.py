@@ -9,6 +9,7 @@ from prefill_operator.api_status import Condition, PlanStatus, PoolStatus
 from prefill_operator.conditions import Findings
 from prefill_operator.escalation import EscalationStep
 from prefill_operator.failures import PodState, Remedy
+from prefill_operator.messages import UNEVEN_LOAD, describe_imbalance
 from prefill_operator.model import EmitEvent, EventType
 from prefill_operator.names import ConditionType, EventReason, Reason
 from prefill_operator.rollout import Removal
@@ -26,6 +27,7 @@ def plan_events(findings: Findings, conditions: Iterable[Condition]) -> tuple[Em
     return (
         *_flips(findings, conditions),
         *_reference(findings),
+        *_imbalance(findings),
         *_plan_change(findings),
         *_losses(findings),
         *_replacements(findings),
@@ -59,9 +61,21 @@ def _plan_change(findings: Findings) -> Iterable[EmitEvent]:
 def _reference(findings: Findings) -> Iterable[EmitEvent]:
     """When the condition Ready begins to say it."""
     note = findings.observed.reference
-    before = [c.message for c in findings.observed.pool.status.conditions if c.type == ConditionType.READY]
-    if note is not None and note.is_missing and not any(note.text in message for message in before):
+    if note is not None and note.is_missing and not _is_said(findings, note.text):
         yield _warn(EventReason.REFERENCE_MISSING, note.text)
+
+
+def _imbalance(findings: Findings) -> Iterable[EmitEvent]:
+    """The same. Its figures change while it lasts, its first words do not."""
+    load = findings.observed.load
+    if load is not None and load.uneven is not None and not _is_said(findings, UNEVEN_LOAD):
+        yield _warn(EventReason.LOAD_IMBALANCE, describe_imbalance(load.uneven, findings.fleet))
+
+
+def _is_said(findings: Findings, text: str) -> bool:
+    """By the condition Ready as it is stored."""
+    before = findings.observed.pool.status.conditions
+    return any(text in condition.message for condition in before if condition.type == ConditionType.READY)
 
 
 def _losses(findings: Findings) -> Iterable[EmitEvent]:

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from prefill_operator.engine_load import PROGRESS_STEPS, progress_step
 from prefill_operator.failures import PodState
 from prefill_operator.fleet import Fleet, PodView
+from prefill_operator.imbalance import IMBALANCE_LIMIT
 from prefill_operator.intent import Intent
-from prefill_operator.model import LoadProgress
+from prefill_operator.model import ImbalanceNote, LoadProgress
 
 _SEVERITY = (
     PodState.CONFIG_REJECTED,
@@ -31,6 +32,9 @@ _SEVERITY = (
     PodState.LOADING,
 )
 """Worst first."""
+
+UNEVEN_LOAD = "patches wait unevenly"
+"""How describe_imbalance begins, whatever its figures are."""
 
 _MAX_NAMED = 3
 
@@ -69,6 +73,17 @@ def describe_fleet(intent: Intent, fleet: Fleet) -> str:
     text = ", ".join(parts)
     worst = troubled_views(fleet)
     return f"{text}; {describe_pod(worst[0])}" if worst else text
+
+
+def describe_imbalance(note: ImbalanceNote, fleet: Fleet) -> str:
+    """E.g. "patches wait unevenly for over 5 min: imbalance 1.9, expected at most 1.5; look first at eyes-ve-4f2a9c01-7 on gpu-3,
+    where most are (52000): PEs send each image to the VE that by its own report is done first"."""
+    worst = next((view.pod for view in fleet.views if view.pod.uid == note.worst_uid), None)
+    text = f"{UNEVEN_LOAD} for over {note.span}: imbalance {note.imbalance}, expected at most {IMBALANCE_LIMIT}"
+    if worst is not None:
+        where = f"{worst.name}{f' on {worst.node}' if worst.node else ''}"
+        text += f"; look first at {where}, where most are ({note.most_patches})"
+    return f"{text}: PEs send each image to the VE that by its own report is done first"
 
 
 def describe_pod(view: PodView) -> str:

@@ -162,6 +162,19 @@ class ObservedChild:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImbalanceNote:
+    """Patches have waited unevenly for long (imbalance.judge_imbalance). It informs only."""
+
+    imbalance: str
+    """As in PoolLoad."""
+    span: str
+    """For longer than this, in steps, e.g. "15 min"."""
+    worst_uid: str
+    """The pod at which most patches wait, and how many, in two digits."""
+    most_patches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLoad:
     """Of a VEPool's encoders, rounded (engine_load.pool_load)."""
 
@@ -169,6 +182,7 @@ class PoolLoad:
     patches_per_second: int
     imbalance: str
     """Largest over mean pending patches."""
+    uneven: ImbalanceNote | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

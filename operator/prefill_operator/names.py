@@ -212,6 +212,7 @@ class EventReason(StrEnum):
     LARGE_SCALE_DOWN = "LargeScaleDown"
     ROLLOUT_COMPLETE = "RolloutComplete"
     REFERENCE_MISSING = "ReferenceMissing"
+    LOAD_IMBALANCE = "LoadImbalance"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

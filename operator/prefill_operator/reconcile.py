@@ -31,6 +31,7 @@ from prefill_operator.pool_memory import PoolMemory
 from prefill_operator.pool_metrics import PoolMetrics
 from prefill_operator.resources import PoolKey
 from prefill_operator.settings import OperatorSettings
+from prefill_operator.ve_api import VEPoolSpec
 from prefill_operator.work_queue import WorkQueue
 from prefill_plan.errors import PrefillError
 
@@ -185,12 +186,14 @@ class Reconciler:
     def _watch_engines(self, key: PoolKey, pool: Pool) -> None:
         """Engines that run and are not on their way out are asked for what only they know."""
         has_store = isinstance(pool.spec, PrefillPoolSpec) and pool.spec.kvd.enabled
+        batch_patches = pool.spec.batching.max_patches_per_batch if isinstance(pool.spec, VEPoolSpec) else 0
         engines = {
             pod.observed.uid: WatchedEngine(
                 address=pod.address,
                 has_store=has_store and pod.containers_ready,
                 is_degraded=pod.observed.is_store_degraded,
                 is_loading=not pod.containers_ready,
+                batch_patches=batch_patches,
             )
             for pod in self._cache.pods(key)
             if _may_ask(pod) and not is_foreign_pod(pod, pool)

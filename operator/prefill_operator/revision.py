@@ -66,6 +66,16 @@ CHANGE_CLASSES: Mapping[str, ChangeClass] = MappingProxyType(
 )
 """By path of the spec; the longest listed prefix of a field's path holds."""
 
+FIRST_DEFAULTS: Mapping[str, object] = MappingProxyType(
+    {
+        "batching.max_delay_milliseconds": 5,
+        "balancing.max_pending_patches_per_ve": 262_144,
+    }
+)
+"""Defaults that are another by now, as they were at first. The API server writes defaults into what it stores, so pools made
+then hold these for ever, and their revisions count them as not written; today's default counts as written. Whoever changes the
+default of a field that rolls pods adds the old one here."""
+
 _QUANTITIES = frozenset(
     {"memory", "reserved", "host_memory_per_node", "budget_per_gpu", "host_pool", "swa_pool", "memory_per_gpu"}
     | {"extra_shm", "rows_pool", "pool_size", "size_limit", "requests", "limits"}
@@ -115,7 +125,8 @@ def _collect_written(struct: msgspec.Struct, prefix: str, written: dict[str, Any
         default = info.default if info.default is not msgspec.NODEFAULT else None
         if info.default_factory is not msgspec.NODEFAULT:
             default = info.default_factory()
-        if value is None:
+        default = FIRST_DEFAULTS.get(path, default)
+        if value is None and path not in FIRST_DEFAULTS:
             continue
         if isinstance(value, msgspec.Struct):
             _collect_written(value, f"{path}.", written)

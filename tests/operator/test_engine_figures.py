@@ -9,7 +9,7 @@ from prefill_operator.engine_load import EngineReport, PatchCount
 from prefill_operator.engine_wire import LoadState
 from prefill_operator.model import LoadProgress
 from prefill_operator.names import Kind
-from prefill_operator.resources import POOLS
+from prefill_operator.resources import EVENTS, POOLS
 from prefill_testing.in_loop import in_loop
 from prefill_testing.operator_rig import OperatorRig
 
@@ -83,6 +83,15 @@ VE_POOL: dict[str, Any] = {
 }
 
 
+async def _start_encoders() -> OperatorRig:
+    rig = await OperatorRig.start()
+    rig.api.put(POOLS[Kind.VE_POOL], VE_POOL)
+    await rig.run(8)
+    _own_addresses(rig)
+    await rig.settle()
+    return rig
+
+
 async def _encode(rig: OperatorRig, *, encoded: int, queued: int) -> None:
     """One round in which the encoders have done so many patches more, and so many wait at the second one."""
     addresses = sorted(f"10.0.1.{index}:50051" for index in range(2))
@@ -99,11 +108,7 @@ async def _encode(rig: OperatorRig, *, encoded: int, queued: int) -> None:
 async def test_status_of_a_ve_pool_tells_its_load_and_rests_with_it(
     restarted: Callable[[OperatorRig], Awaitable[OperatorRig]],
 ) -> None:
-    rig = await OperatorRig.start()
-    rig.api.put(POOLS[Kind.VE_POOL], VE_POOL)
-    await rig.run(8)
-    _own_addresses(rig)
-    await rig.settle()
+    rig = await _start_encoders()
 
     def load() -> Any:
         return rig.api.get(POOLS[Kind.VE_POOL], "eyes", "ns")["status"].get("load")
@@ -137,3 +142,45 @@ async def test_status_of_a_ve_pool_tells_its_load_and_rests_with_it(
     await rig.settle()
     await rig.ask_engines()
     assert load() is None
+
+
+@in_loop
+async def test_ready_says_that_patches_wait_unevenly_and_is_not_rewritten_meanwhile() -> None:
+    rig = await _start_encoders()
+
+    def ready() -> Any:
+        conditions = rig.api.get(POOLS[Kind.VE_POOL], "eyes", "ns")["status"]["conditions"]
+        return next(item for item in conditions if item["type"] == "Ready")
+
+    def warnings() -> list[str]:
+        return [event["message"] for event in rig.api.all(EVENTS) if event["reason"] == "LoadImbalance"]
+
+    await _encode(rig, encoded=0, queued=0)
+    before = ready()["message"]
+    # A round takes 34 s of the rig's clock, so the tenth of an uneven load is the first after five minutes. Less than a full
+    # batch (16,384 patches) is none.
+    for _ in range(11):
+        await _encode(rig, encoded=0, queued=16_000)
+    await _encode(rig, encoded=0, queued=40_000)
+    rig.written()
+    for _ in range(8):
+        await _encode(rig, encoded=0, queued=40_000)
+    assert (ready()["message"], rig.written()) == (before, [])
+
+    await _encode(rig, encoded=0, queued=40_000)
+    worst = rig.nodes.pods()[1]
+    said = ready()
+    assert said["status"] == "True"
+    assert "patches wait unevenly for over 5 min: imbalance 2.0, expected at most 1.5" in said["message"]
+    where = f"{worst['metadata']['name']} on {worst['spec']['nodeName']}"
+    assert f"look first at {where}, where most are (40000)" in said["message"]
+    assert len(warnings()) == 1
+
+    rig.written()
+    for _ in range(5):
+        await _encode(rig, encoded=0, queued=40_000)
+    assert (ready(), rig.written()) == (said, [])
+
+    await _encode(rig, encoded=0, queued=0)
+    assert ready()["message"] == before
+    assert len(warnings()) == 1

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from prefill_operator.engine_load import EngineReport, PatchCount
 from prefill_operator.engine_watch import MAX_SILENT_ROUNDS, EngineWatch, WatchedEngine
 from prefill_operator.engine_wire import LoadState
-from prefill_operator.model import LoadProgress, PoolLoad
+from prefill_operator.model import ImbalanceNote, LoadProgress, PoolLoad
 from prefill_operator.names import Kind
 from prefill_operator.resources import PODS, PoolKey
 from prefill_testing.fake_cluster import FakeEngines
@@ -276,6 +277,80 @@ async def test_load_of_encoders_is_summed_up_once_per_round_and_told_when_it_is_
     assert loads == [None, PoolLoad(pending_patches=300, patches_per_second=150, imbalance="2.0"), rest, rest]
     assert changed == [EYES, EYES]
     assert {kind for _, kind in engines.asked} == {Kind.VE_POOL}
+
+
+class EyesWatch:
+    """Two encoders that encode nothing, watched every 30 s of a clock that stands still otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+        self.engines, self.changed = FakeEngines(), list[PoolKey]()
+        self.watch = EngineWatch(self.engines, on_change=self.changed.append, clock=lambda: self.now)
+
+    async def round(self, *queued: int | None) -> ImbalanceNote | None:
+        """None: that one does not tell, since it has just started anew."""
+        names = [f"u{index}" for index in range(len(queued))]
+        known = {name: _engine(name, has_store=False, batch_patches=1_000) for name in names}
+        self.watch.keep_only(EYES, known)
+        for name, count in zip(names, queued, strict=True):
+            epoch = 1 if count is not None else int(self.now)
+            self.engines.reports[name] = EngineReport(patches=PatchCount(epoch=epoch, queued=count or 0, encoded=0))
+            await self.watch.look(name)
+        self.watch.sum_up()
+        self.now += 30.0
+        load = self.watch.pool_load(EYES)
+        return None if load is None else load.uneven
+
+    async def rounds(self, number: int, *queued: int | None) -> list[str]:
+        """The spans that are told."""
+        notes = [await self.round(*queued) for _ in range(number)]
+        return [note.span if note else "" for note in notes]
+
+
+@in_loop
+async def test_imbalance_is_told_once_it_has_lasted() -> None:
+    eyes = EyesWatch()
+    await eyes.round(0, 0)
+    spans = await eyes.rounds(32, 4_000, 0)
+
+    assert spans == [""] * 10 + ["5 min"] * 20 + ["15 min"] * 2
+    # With the first figures, at 5 minutes, at 15: nobody is woken in between.
+    assert eyes.changed == [EYES] * 3
+
+
+@pytest.mark.parametrize(
+    "pause",
+    [(2_000, 2_000), (0, 0), (2_700, 900), (1_000, 0), (4_000,), (4_000, None), ()],
+    ids=["even", "rest", "at-the-limit", "running-batch", "one-left", "one-silent", "none-left"],
+)
+@in_loop
+async def test_imbalance_that_pauses_begins_anew(pause: tuple[int | None, ...]) -> None:
+    eyes = EyesWatch()
+    await eyes.round(0, 0)
+    before = await eyes.rounds(11, 4_000, 0)
+    during = await eyes.rounds(1, *pause)
+    # An encoder that is new to the watch, or started anew, tells from its second answer on.
+    await eyes.rounds(2, *pause)
+    await eyes.round(0, 0)
+    after = await eyes.rounds(11, 4_000, 0)
+
+    assert (before[-1], during, after) == ("5 min", [""], [""] * 10 + ["5 min"])
+
+
+@in_loop
+async def test_nothing_is_uneven_where_nobody_tells_any_more() -> None:
+    """The figures stay as they were last known; the word does not stay with them."""
+    eyes = EyesWatch()
+    await eyes.round(0, 0)
+    await eyes.rounds(11, 4_000, 0)
+    told = eyes.watch.pool_load(EYES)
+    eyes.engines.is_unreachable = True
+    silent = await eyes.rounds(MAX_SILENT_ROUNDS + 1, 4_000, 0)
+    load = eyes.watch.pool_load(EYES)
+
+    assert told is not None
+    assert silent == ["5 min"] * MAX_SILENT_ROUNDS + [""]
+    assert load == replace(told, uneven=None)
 
 
 @in_loop

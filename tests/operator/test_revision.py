@@ -1,4 +1,7 @@
-"""Golden hashes of ten specs: a change that comes without a new TEMPLATE_VERSION would restart every pool of every user."""
+"""Golden hashes of a dozen specs, two of them with all defaults as a real API server stored them under the first CRDs.
+
+A change that comes without a new TEMPLATE_VERSION would restart every pool of every user.
+"""
 
 import json
 from collections.abc import Iterator
@@ -23,8 +26,15 @@ from prefill_operator.pool_api import (
     RedundancyMode,
     RedundancySpec,
 )
-from prefill_operator.revision import TEMPLATE_VERSION, ChangeClass, change_class, revision_hash, rolling_intent
-from prefill_operator.ve_api import VEPoolSpec
+from prefill_operator.revision import (
+    FIRST_DEFAULTS,
+    TEMPLATE_VERSION,
+    ChangeClass,
+    change_class,
+    revision_hash,
+    rolling_intent,
+)
+from prefill_operator.ve_api import BalancingSpec, BatchingSpec, VEPoolSpec
 from prefill_testing.planner_pools import make_spec, make_ve_spec
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "revisions.json").read_text())
@@ -139,6 +149,27 @@ def test_revision_ignores_defaults_that_are_written_out() -> None:
     """An operator that brings new fields of kvd rolls nobody; what it renders anew (ports, kvd's user) is for new revisions."""
     written = KvdSpec(transport=KvdTransport(kind=KvdTransportKind.TCP, require_rdma=False), directory_address=None)
     assert hash_of(replace(SPEC, kvd=written)) == hash_of(SPEC)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batching": BatchingSpec()},
+        {"balancing": BalancingSpec()},
+        {"balancing": BalancingSpec(max_pending_patches_per_ve=65_536)},
+    ],
+    ids=["delay", "queue-left-out", "queue"],
+)
+def test_revision_changes_from_a_default_of_old_to_todays(changes: dict[str, object]) -> None:
+    """What the first CRD stored counts as not written, so that its pools stay; left out is another value today."""
+    old = {path.rpartition(".")[2]: value for path, value in FIRST_DEFAULTS.items()}
+    stored = replace(
+        make_ve_spec(),
+        batching=BatchingSpec(max_delay_milliseconds=old["max_delay_milliseconds"]),
+        balancing=BalancingSpec(max_pending_patches_per_ve=old["max_pending_patches_per_ve"]),
+    )
+    assert not {path for path in rolling_intent(stored) if path.startswith(("batching", "balancing"))}
+    assert hash_of(replace(stored, **changes)) != hash_of(stored)
 
 
 def test_revision_changes_with_the_plan() -> None:
