@@ -58,7 +58,8 @@ class Cluster(Protocol):
     def pages(
         self, resource: Resource, *, namespace: str = "", selector: str = "", metadata_only: bool = False
     ) -> AsyncIterator[list[Json]]:
-        """All objects, page by page. No namespace: of the whole cluster. selector: labels."""
+        """All objects, page by page. No namespace: of the whole cluster. selector: labels. metadata_only: of each object its
+        name, namespace, uid and resourceVersion."""
 
     async def find(self, resource: Resource, *, namespace: str, name: str) -> Json | None:
         """The object; None if there is none."""
@@ -96,6 +97,28 @@ class _Status(msgspec.Struct):
     reason: str = ""
     message: str = ""
     details: dict[str, Any] | None = None
+
+
+class _Identity(msgspec.Struct, rename="camel"):
+    name: str
+    uid: str
+    resource_version: str
+    namespace: str = ""
+
+
+class _Item(msgspec.Struct):
+    metadata: _Identity
+
+
+class _ListMetadata(msgspec.Struct):
+    next_page: str = msgspec.field(name="continue", default="")
+
+
+class _MetadataList(msgspec.Struct):
+    """The part of meta/v1 PartialObjectMetadataList that we read: managedFields are most of it, and cost most to parse."""
+
+    metadata: _ListMetadata = msgspec.field(default_factory=_ListMetadata)
+    items: list[_Item] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +193,8 @@ class KubernetesCluster:
         accept = f"{_METADATA_LIST},{_JSON}" if metadata_only else _JSON
         path = resource.path(namespace=namespace)
         while True:
-            answer = await self._request("GET", path, "list", resource, query=query, accept=accept)
+            struct = _MetadataList if metadata_only else None
+            answer = await self._request("GET", path, "list", resource, query=query, accept=accept, struct=struct)
             yield answer.get("items") or []
             query["continue"] = answer.get("metadata", {}).get("continue", "")
             if not query["continue"]:
@@ -234,6 +258,7 @@ class KubernetesCluster:
         query: Mapping[str, str] | None = None,
         content_type: str = _JSON,
         accept: str = _JSON,
+        struct: type[msgspec.Struct] | None = None,
     ) -> Json:
         url = self._configuration.host + path + ("?" + urlencode(query) if query else "")
         what = f"{verb} {path}"
@@ -252,7 +277,7 @@ class KubernetesCluster:
             self._on_request(verb, resource.plural, code)
         if code >= 400:
             raise translate_error(what, verb, code, text, retry_after=retry_after)
-        return _parsed(text, what)
+        return _parsed(text, what, struct)
 
     async def _authorization(self) -> str:
         """The bearer token, read again when its file changed; "" with client certificates."""
@@ -279,11 +304,13 @@ def _manager() -> dict[str, str]:
     return {"fieldManager": FIELD_MANAGER}
 
 
-def _parsed(text: bytes, what: str) -> Json:
+def _parsed(text: bytes, what: str, struct: type[msgspec.Struct] | None) -> Json:
+    """struct: what is wanted of the answer; None = all of it."""
     try:
-        answer = msgspec.json.decode(text)
+        answer = msgspec.json.decode(text) if struct is None else msgspec.json.decode(text, type=struct)
     except msgspec.DecodeError as error:
-        raise ClusterUnavailable(f"{what}: the answer is no JSON: {error}", status=0) from error
+        raise ClusterUnavailable(f"{what}: the answer cannot be read: {error}", status=0) from error
+    answer = answer if struct is None else msgspec.to_builtins(answer)
     if not isinstance(answer, dict):
         raise ClusterUnavailable(f"{what}: the answer is no object", status=0)
     return answer

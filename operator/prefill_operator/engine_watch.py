@@ -103,6 +103,8 @@ class EngineWatch:
         self._loading_seconds = loading_seconds
         self._clock = clock
         self._seen: dict[str, _Seen] = {}
+        self._uids: dict[PoolKey, frozenset[str]] = {}
+        """Of _seen; every pass of a pool asks for its own, and there are thousands."""
         self._pool_loads: dict[PoolKey, PoolLoad] = {}
         self._uneven_since: dict[PoolKey, float] = {}
         """Pools whose last sums were all uneven, by our clock. Not kept anywhere else: a new leader counts anew."""
@@ -113,9 +115,11 @@ class EngineWatch:
 
     def keep_only(self, pool: PoolKey, engines: Mapping[str, WatchedEngine]) -> None:
         """From now on these of the pool are asked, by pod UID, and no others of it."""
-        for uid in [uid for uid, seen in self._seen.items() if seen.pool == pool and uid not in engines]:
+        for uid in self._uids.pop(pool, frozenset()) - engines.keys():
             del self._seen[uid]
-        if not engines:
+        if engines:
+            self._uids[pool] = frozenset(engines)
+        else:
             self._pool_loads.pop(pool, None)
             self._uneven_since.pop(pool, None)
         for uid, engine in engines.items():
