@@ -138,7 +138,6 @@ def _wait_reconciled(operators: LocalOperators, name: str, count: int) -> None:
     until("every pool to be reconciled", check, seconds=180)
 
 
-@pytest.mark.timeout(3600)
 def _cpu_share(child: Child, *, seconds: float) -> float:
     """Of one core, over the next seconds."""
     before = child.cpu_seconds()
@@ -146,7 +145,8 @@ def _cpu_share(child: Child, *, seconds: float) -> float:
     return (child.cpu_seconds() - before) / seconds
 
 
-def _measure_rest(child: Child, find_writes: Callable[[], list[Json]], figure: Figure) -> None:
+def _measure_rest(child: Child, find_writes: Callable[[], list[Json]], figure: Figure) -> list[str]:
+    """Goals that were missed; what is wrong at any speed fails at once."""
     # Its watches repeat every object once, after the first pass over all pools.
     until("start-up to end", lambda: expect(_cpu_share(child, seconds=5) < 0.3, "still busy"), seconds=120)
     before, begin = child.cpu_seconds(), time.monotonic()
@@ -156,10 +156,10 @@ def _measure_rest(child: Child, find_writes: Callable[[], list[Json]], figure: F
     writes = find_writes()
     figure(f"idle CPU {100 * idle:.1f} % (goal 5), RSS {memory:.0f} MiB (goal 400), {len(writes)} writes at rest")
     assert not writes, writes[:3]
-    assert idle < 0.05
-    assert memory < 400
+    return [text for text, missed in (("idle CPU", idle >= 0.05), ("RSS", memory >= 400)) if missed]
 
 
+@pytest.mark.timeout(3600)
 def test_thousand_pools(
     cluster: Cluster, operators: LocalOperators, bed: Bed, new_namespace: Callable[[Cluster], str], figure: Figure
 ) -> None:
@@ -179,7 +179,7 @@ def test_thousand_pools(
     figure(f"restart: all reconciled in {took:.1f} s (goal 30), reconcile p99 <= {slow:g} s")
     assert took < 30
 
-    _measure_rest(child, lambda: cluster.writes(operators.user, since=since), figure)
+    missed = _measure_rest(child, lambda: cluster.writes(operators.user, since=since), figure)
 
     old = {p["metadata"]["uid"] for p in cluster.api.list("pods", namespace) if p["spec"].get("nodeName") == "gpu-3"}
     known = {p["metadata"]["uid"] for p in cluster.api.list("pods", namespace)}
@@ -208,3 +208,4 @@ def test_thousand_pools(
         f"leader killed: Lease taken after {led:.1f} s (goal 20), a change carried out {time.monotonic() - begin:.1f} s"
     )
     assert led < 20
+    assert not missed
