@@ -83,6 +83,8 @@ class FakePod:
         self.waiting = ""
         self.used: dict[int, int] = {}
         self.sent: tuple[object, ...] = ()
+        self.written = 0
+        """Resource version of the status that was written last."""
 
     @property
     def name(self) -> str:
@@ -131,6 +133,12 @@ class FakePod:
         lists = {"conditions": conditions, "containerStatuses": containers, "initContainerStatuses": sidecars}
         return {"phase": "Running", "startTime": self.started_at, **ips, **lists}
 
+    def is_overwritten(self) -> bool:
+        """Somebody has said of Ready what is not so: the node controller does, of a node whose heartbeat came late."""
+        ready = {c["status"] for c in self.pod["status"].get("conditions", []) if c["type"] == "Ready"}
+        is_newer = int(self.pod["metadata"]["resourceVersion"]) > self.written > 0
+        return is_newer and ready != {str(self.ready and self.gates_open())}
+
     def digest(self) -> tuple[object, ...]:
         """Changes exactly when the status has to be written again."""
         return self.started, self.ready, self.ready and self.gates_open(), self.restarts, self.waiting
@@ -166,6 +174,12 @@ class FakeKubelets:
         *,
         is_beat: bool = False,
     ) -> int:
+        """As _ask, of which only the status matters."""
+        return (await self._ask(method, path, body, content_type, is_beat=is_beat))[0]
+
+    async def _ask(
+        self, method: str, path: str, body: Json | None, content_type: str, *, is_beat: bool = False
+    ) -> tuple[int, Json]:
         """One request; connection trouble is a status of 0, since a kubelet outlives its API server."""
         data = None if body is None else json.dumps(body)
         headers = {"Content-Type": content_type}
@@ -174,10 +188,10 @@ class FakeKubelets:
             async with session.request(method, self._server + path, data=data, headers=headers) as answer:
                 if answer.status >= 400 and answer.status != 404:
                     print(method, path, answer.status, (await answer.text())[:300], flush=True)
-                return answer.status
+                return answer.status, await answer.json() if answer.status < 400 else {}
         except (aiohttp.ClientError, TimeoutError) as error:
             print(method, path, type(error).__name__, flush=True)
-            return 0
+            return 0, {}
 
     async def _register(self, node: str) -> None:
         gpus = self._args.gpus
@@ -287,7 +301,7 @@ class FakeKubelets:
         elif not known.started:
             known.started = True
             self._spawn(self._start(known))
-        elif known.digest() != known.sent:
+        elif known.digest() != known.sent or known.is_overwritten():
             self._spawn(self._report(known))
 
     def _spawn(self, coroutine: Any) -> None:
@@ -305,7 +319,9 @@ class FakeKubelets:
             await asyncio.sleep(0.2 if code else 0)
             pod.sent = pod.digest()
             body = {"metadata": {"uid": pod.pod["metadata"]["uid"]}, "status": pod.status()}
-            code = await self._call("PATCH", pod.path + "/status", body, STRATEGIC)
+            code, answer = await self._ask("PATCH", pod.path + "/status", body, STRATEGIC)
+            if code == 200:
+                pod.written = int(answer["metadata"]["resourceVersion"])
 
     async def _start(self, pod: FakePod) -> None:
         """Running, then what the rules say, then ready."""
