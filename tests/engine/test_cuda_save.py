@@ -209,7 +209,10 @@ def test_driver_without_a_context_or_with_an_error_says_so() -> None:
         LibCuda(FakeLibrary(context=None))
     library = FakeLibrary()
     cuda = LibCuda(library)
-    for code, expected in ((700, GpuFault), (214, GpuFault), (2, MemoryError), (1, RuntimeError)):
+    for code, is_reached in ((600, False), (0, True)):
+        library.codes["cuEventQuery"] = code
+        assert cuda.is_reached(5) is is_reached
+    for code, expected in ((700, GpuFault), (214, GpuFault), (2, MemoryError), (1, RuntimeError), (600, RuntimeError)):
         library.codes["cuStreamSynchronize"] = code
         with pytest.raises(expected, match=f"cuStreamSynchronize failed with CUresult {code}"):
             cuda.synchronize(1)

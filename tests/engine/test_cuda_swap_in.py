@@ -1,9 +1,6 @@
-"""The CUDA side of a swap-in with a stub driver: registration, copy paths, gate words. No GPU, no CUDA library."""
+"""The CUDA side of a swap-in with a stub driver: registration, copy paths. No GPU, no CUDA library."""
 
-import ctypes
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,10 +14,7 @@ from prefill_engine.rank.cuda_plan import (
     plan_registrations,
 )
 from prefill_engine.rank.cuda_pools import PinnedPools
-from prefill_engine.rank.cuda_swap_in import NUM_WORDS, CudaCopier, CudaGates
-from prefill_engine.rank.swap_counters import SwapCounters
-from prefill_engine.rank.swap_in import LoadProgress
-from prefill_engine.rank.swap_plan import Ending
+from prefill_engine.rank.cuda_swap_in import CudaCopier
 from prefill_plan.config import RecordFormat
 from prefill_plan.kv_layout import block_layout
 from prefill_plan.model_spec import released_model_spec
@@ -109,75 +103,3 @@ def test_copier_pins_once_and_chooses_the_path_by_piece() -> None:
     assert driver.registered == {StubPool.address: StubPool.num_bytes}
     pools.close()
     assert driver.registered == {}
-
-
-@pytest.fixture
-def gates() -> Iterator[CudaGates]:
-    made = CudaGates(
-        StubDriver(),
-        changed=threading.Condition(),
-        source_layers=(2, 8, 14, 20),
-        gate_seconds=0.2,
-        compute_stream=lambda: 7,
-        counters=SwapCounters(),
-    )
-    yield made
-    made.stop()
-
-
-def move(gates: CudaGates, load: LoadProgress, *, groups: int, ending: Ending | None = None) -> None:
-    with gates._changed:
-        load.groups, load.progress, load.ending = groups, time.monotonic(), ending
-        gates._changed.notify_all()
-
-
-def wait_for_word(gates: CudaGates, address: int, value: int) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while ctypes.c_uint32.from_address(address).value != value:
-        assert time.monotonic() < deadline, ctypes.c_uint32.from_address(address).value
-        time.sleep(0.002)
-
-
-def test_stream_waits_for_words_that_the_watcher_advances(gates: CudaGates) -> None:
-    load = LoadProgress(progress=time.monotonic() + 3600)
-    gate = gates.open({b"a": load})
-    for layer in (2, 8, 14, 20):
-        gate.wait(layer)
-    (address,) = {address for _, address, _ in gates.driver.waits}
-    assert [(stream, value) for stream, _, value in gates.driver.waits] == [(7, 1), (7, 2), (7, 3), (7, 4)]
-    assert gates.driver.synchronized == []  # the step thread has not waited
-    with gates._changed:
-        load.groups = 2
-        gates._changed.notify_all()
-    wait_for_word(gates, address, 2)
-    move(gates, load, groups=4, ending=Ending.WHOLE)
-    wait_for_word(gates, address, 4)
-    assert gate.poisoned == frozenset()
-    assert gates.driver.synchronized == [7]
-
-
-@pytest.mark.parametrize("ending", [None, Ending.LATE], ids=["stands-still", "ended-short"])
-def test_late_attempt_is_poisoned_and_the_stream_goes_on(gates: CudaGates, ending: Ending | None) -> None:
-    late, good = LoadProgress(groups=1, progress=time.monotonic()), LoadProgress(groups=4, ending=Ending.WHOLE)
-    gate = gates.open({b"late": late, b"good": good})
-    gate.wait(20)
-    if ending is not None:
-        move(gates, late, groups=1, ending=ending)
-    first = gates.driver.waits[0][1]
-    wait_for_word(gates, first, POISON)
-    assert ctypes.c_int32(POISON - 4).value >= 0  # the stream's comparison is signed and cyclic
-    assert gate.poisoned == {b"late"}
-
-
-def test_words_come_back_and_attempts_beyond_them_are_poisoned_at_once(gates: CudaGates) -> None:
-    whole = LoadProgress(groups=4, ending=Ending.WHOLE)
-    many = {index.to_bytes(4, "big"): whole for index in range(NUM_WORDS + 3)}
-    assert len(gates.open(many).poisoned) == 3
-    assert gates.open({b"a": whole}).poisoned == frozenset()
-
-
-def test_stop_lets_no_stream_wait_for_ever(gates: CudaGates) -> None:
-    gate = gates.open({b"a": LoadProgress(progress=time.monotonic() + 3600)})
-    gate.wait(2)
-    gates.stop()
-    assert gate.poisoned == {b"a"}

@@ -25,6 +25,9 @@ class StubDriver:
         self.saves: list[tuple[int, int, int]] = []
         self.events: list[tuple[str, int, int]] = []
         self.synchronized: list[int] = []
+        self.is_standing_still = False
+        """No event is reached."""
+        self.num_queries = 0
         self._numbers = itertools.count(100)
         self._buffers: list[ctypes.Array[ctypes.c_uint32]] = []
 
@@ -58,6 +61,10 @@ class StubDriver:
 
     def wait_event(self, stream: int, event: int) -> None:
         self.events.append(("wait", event, stream))
+
+    def is_reached(self, event: int) -> bool:
+        self.num_queries += 1
+        return not self.is_standing_still
 
     def synchronize(self, stream: int) -> None:
         self.synchronized.append(stream)

@@ -26,7 +26,7 @@ from prefill_engine.rank.block_save import CpuSaver
 from prefill_engine.rank.block_source import BlockSource
 from prefill_engine.rank.calibration import calibrate
 from prefill_engine.rank.courier import Courier
-from prefill_engine.rank.cuda_swap_in import CudaGates
+from prefill_engine.rank.cuda_gates import CudaGates
 from prefill_engine.rank.engine import RankEngine
 from prefill_engine.rank.image_rows import RankImages
 from prefill_engine.rank.kv_keeper import KvKeeper

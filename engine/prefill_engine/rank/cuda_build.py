@@ -12,10 +12,11 @@ import torch
 from prefill_engine.kv_cache import KvCache
 from prefill_engine.rank.block_copy import BlockMovers
 from prefill_engine.rank.cuda_driver import CudaDriver, LibCuda
+from prefill_engine.rank.cuda_gates import CudaGates
 from prefill_engine.rank.cuda_payloads import DevicePayloads
 from prefill_engine.rank.cuda_pools import PinnedPools
 from prefill_engine.rank.cuda_save import CudaSaver
-from prefill_engine.rank.cuda_swap_in import CudaCopier, CudaGates
+from prefill_engine.rank.cuda_swap_in import CudaCopier
 from prefill_engine.rank.swap_counters import SwapCounters
 
 

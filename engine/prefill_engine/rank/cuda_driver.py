@@ -1,6 +1,6 @@
 """The few driver calls that swap-in and saves on CUDA need, as a protocol, and their real implementation on libcuda.
 
-Used by cuda_swap_in.py and cuda_save.py; tests have a stub. NEVER RUN on a GPU so far. The traps: every call returns a code, and
+Used by the cuda_*.py beside it; tests have a stub. NEVER RUN on a GPU so far. The traps: every call returns a code, and
 a call on a broken context fails from then on; such a failure is a GpuFault, not a miss. A thread has no context until it is
 given one.
 """
@@ -17,6 +17,7 @@ _HOSTALLOC_PORTABLE_AND_MAPPED = 0x01 | 0x02
 _WAIT_VALUE_GEQ = 0x0
 _EVENT_DISABLE_TIMING = 0x2
 _OUT_OF_MEMORY = 2
+_NOT_READY = 600
 # Unavailable, no device, invalid device, ECC, NVLink, illegal address, time-out, destroyed context, assert, peers, hardware stack
 # to launch failed, unknown: after these every further call fails.
 _FAULTS = frozenset((46, 100, 101, 214, 220, 700, 702, 709, 710, *range(714, 720), 999))
@@ -61,6 +62,10 @@ class CudaDriver(Protocol):
 
     def wait_event(self, stream: int, event: int) -> None:
         """Work after this in the stream starts when what was last recorded has happened; returns at once."""
+        ...
+
+    def is_reached(self, event: int) -> bool:
+        """Whether what was last recorded has happened; returns at once."""
         ...
 
     def synchronize(self, stream: int) -> None:
@@ -146,11 +151,20 @@ class LibCuda:
         """As CudaDriver."""
         self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), ctypes.c_void_p(event), 0)
 
+    def is_reached(self, event: int) -> bool:
+        """As CudaDriver."""
+        return self._ask("cuEventQuery", ctypes.c_void_p(event)) == 0
+
     def synchronize(self, stream: int) -> None:
         """As CudaDriver."""
         self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
 
     def _call(self, name: str, *arguments: object) -> None:
+        if self._ask(name, *arguments) == _NOT_READY:
+            raise RuntimeError(f"{name} failed with CUresult {_NOT_READY}, expected 0")
+
+    def _ask(self, name: str, *arguments: object) -> int:
+        """0 or _NOT_READY."""
         if not self._thread.has_context:
             self._thread.has_context = True
             self._call("cuCtxSetCurrent", ctypes.c_void_p(self._context))
@@ -159,5 +173,6 @@ class LibCuda:
             raise GpuFault(f"{name} failed with CUresult {code}: the GPU cannot be used any more; the rank ends")
         if code == _OUT_OF_MEMORY:
             raise MemoryError(f"{name} failed with CUresult {code}: no memory left that the GPU can use")
-        if code != 0:
+        if code not in (0, _NOT_READY):
             raise RuntimeError(f"{name} failed with CUresult {code}, expected 0")
+        return code

@@ -13,7 +13,7 @@ POISON = 0x7FFF_FFFF
 
 class CopyPath(Enum):
     GATHER = auto()  # a kernel reads the pinned records
-    BATCH = auto()  # the copy engine, one call for all pieces
+    BATCH = auto()  # the copy engine, one queued copy for each piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from prefill_engine.rank.block_source import (
     WriteItem,
     guarded,
 )
-from prefill_engine.rank.cuda_swap_in import CudaGates
+from prefill_engine.rank.cuda_gates import CudaGates
 from prefill_engine.rank.kvd_client import KvdClient, Link
 from prefill_engine.rank.kvd_writer import KvdWriter
 from prefill_engine.rank.step_gate import CpuStepGate
@@ -178,7 +178,7 @@ class KvdSource:
         if not loads:
             return OpenGate()
         if self._gates is not None:
-            return self._gates.open(loads)
+            return self._gates.open(loads, is_shared=is_shared)
         return CpuStepGate(
             loads,
             changed=self._swap_in.changed,
