@@ -59,7 +59,11 @@ class Metrics:
         self.wasted_rows = counter("wasted_rows_total", "Computed rows of attempts that failed.", ("reason",))
         self.stage_seconds = seconds("stage_seconds", "Time an attempt spent in a stage.", ("stage",))
         self.ttft_seconds = seconds("ttft_seconds", "Arrival to first token.", ("class",))
-        self.hit_shrunk = counter("hit_shrunk_total", "Hits lowered below the offer.", ("reason",))
+        self.hit_shrunk = counter(
+            "hit_shrunk_total",
+            "Hits that were cut: below the offer (resolved), for want of room in kvd (pressure), on their way (swap_in).",
+            ("reason",),
+        )
         self.swa_source = counter("swa_source_total", "Where window state came from.", ("from",))
         self._add_kv(registry)
         self.kv_transfer_seconds = seconds("kv_transfer_seconds", "Claim to end of a hand-off.", ("direction",))

@@ -118,16 +118,28 @@ def test_late_hit_holds_up_nobody_else(kvd: FakeKvd, cold: dict[int, bytes]) -> 
         each.close()
 
 
+def test_hit_that_kvd_cut_for_want_of_room_is_counted(kvd: FakeKvd) -> None:
+    rank = RankHarness(kvd_config(kvd.socket))
+    kvd.room = 2
+    again = make_submit(tiny_tokens(LONG), attempt=2)
+    assert run_whole(rank, again) == replayed_bytes(256)
+    assert rank.event(again, Computed).cached_tokens == 256
+    assert count(rank, "kv_open_shrunk") == 1
+    rank.assert_nothing_held()
+    rank.close()
+
+
 @pytest.mark.parametrize("how", ["too-late", "read-failed", "lease-lost"])
 def test_hit_that_stops_coming_is_cut_to_what_is_there(kvd: FakeKvd, how: str) -> None:
-    seconds = 0.5 if how == "too-late" else 20.0
+    seconds = 4.0 if how == "too-late" else 20.0  # group 0 must have come by then, on a busy machine, too
     rank = RankHarness(kvd_config(kvd.socket, swap_in_seconds=seconds, gate_seconds=0.05))
     kvd.held = {1: 2}
     again = make_submit(tiny_tokens(LONG), attempt=2)
     rank.submit(again)
     groups = len(rank.cache.layout.sources)
     rank.run_until(lambda: any(isinstance(e, SwappedIn) for e in rank.events_of(again)))  # group 0 is there
-    rank.run_until(lambda: count(rank, "kv_gate_poisoned") == 1)
+    if how != "too-late":  # its seconds may be over before a step of a busy machine has come to the gate
+        rank.run_until(lambda: count(rank, "kv_gate_poisoned") == 1)
     if how == "read-failed":
         kvd.cut_leases(2)
     elif how == "lease-lost":

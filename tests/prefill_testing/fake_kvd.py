@@ -58,6 +58,8 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         self.held: dict[int, int | None] = {}
         self.limit: int | None = None
         self.pulling = False
+        self.room: int | None = None
+        """Blocks after the resident ones that there is room for; None = all."""
         self.mute: set[str] = set()
         self.silent: set[str] = set()
         self.call_ids: dict[int, int] = {}
@@ -193,7 +195,8 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
             found = next(
                 (i for i, key in enumerate(keys) if i >= request.resident_blocks and key not in self.blocks), None
             )
-            found = len(keys) if found is None else found
+            known = len(keys) if found is None else found
+            found = known if self.room is None else min(known, request.resident_blocks + self.room)
             snapshot = self.snapshots.get(b"\x01" + keys[found - 1]) if found else None
             if found == request.resident_blocks and snapshot is None:
                 return kv_pb2.OpenResponse(found_blocks=found, snapshot=kv_pb2.OpenResponse.NONE)
@@ -223,6 +226,7 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
             slots=slots,
             snapshot=outlook,
             snapshot_slot=snapshot or 0,
+            shrunk_blocks=known - found,
         )
 
     def Reserve(self, request, context):

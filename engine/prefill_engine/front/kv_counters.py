@@ -13,6 +13,7 @@ from prefill_engine.metrics import Metrics
 _US = 1e-6
 _MODES = ("exact", "pulling", "replay", "miss")
 _ENDINGS = ("whole", "short", "late", "lost", "given_up")
+_CUT_ENDINGS = ("short", "late", "lost")
 _GROUP_SUM, _GROUP_COUNT, _STALL = "kv_group_ready_us_", "kv_group_ready_count_", "kv_swapin_stall_us_"
 
 
@@ -22,16 +23,19 @@ class KvCounters:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._seen: dict[tuple[int, str], int] = {}
-        self._counters: dict[str, Counter] = {
-            "kv_hit_tokens": metrics.kv_hit_tokens,
-            "kv_requested_tokens": metrics.kv_requested_tokens,
-            "kv_open_late": metrics.kv_open_late,
-            "kv_swapin_bytes": metrics.kv_loaded_bytes,
-            "kv_gate_poisoned": metrics.kv_gate_poisoned,
+        self._counters: dict[str, tuple[Counter, ...]] = {
+            "kv_hit_tokens": (metrics.kv_hit_tokens,),
+            "kv_requested_tokens": (metrics.kv_requested_tokens,),
+            "kv_open_late": (metrics.kv_open_late,),
+            "kv_open_shrunk": (metrics.hit_shrunk.labels("pressure"),),
+            "kv_swapin_bytes": (metrics.kv_loaded_bytes,),
+            "kv_gate_poisoned": (metrics.kv_gate_poisoned,),
         }
-        self._counters |= {f"kv_open_{mode}": metrics.kv_open.labels(mode) for mode in _MODES}
-        self._counters |= {f"kv_swapin_{ending}": metrics.kv_loads.labels(ending) for ending in _ENDINGS}
-        self._counters |= {f"kv_snapshot_{end}": metrics.kv_snapshots.labels(end) for end in ("taken", "lost")}
+        self._counters |= {f"kv_open_{mode}": (metrics.kv_open.labels(mode),) for mode in _MODES}
+        self._counters |= {f"kv_swapin_{ending}": (metrics.kv_loads.labels(ending),) for ending in _ENDINGS}
+        for ending in _CUT_ENDINGS:
+            self._counters[f"kv_swapin_{ending}"] += (metrics.hit_shrunk.labels("swap_in"),)
+        self._counters |= {f"kv_snapshot_{end}": (metrics.kv_snapshots.labels(end),) for end in ("taken", "lost")}
 
     def take(self, rank: int, totals: Mapping[str, int]) -> dict[str, int]:
         """Adds what has grown; returns the counts that are no family."""
@@ -39,7 +43,8 @@ class KvCounters:
         for name, total in totals.items():
             grown = max(0, total - self._seen.get((rank, name), 0))
             if name in self._counters:
-                self._counters[name].inc(grown)
+                for counter in self._counters[name]:
+                    counter.inc(grown)
             elif name.startswith(_STALL):
                 self._metrics.kv_swapin_stall.labels(name.removeprefix(_STALL)).inc(grown * _US)
             elif name.startswith(_GROUP_COUNT):

@@ -266,6 +266,8 @@ class KvdSource:
         if self._leases.asks.get(ask.request.attempt_id) is ask:
             del self._leases.asks[ask.request.attempt_id]
         hit = None if link is None or answer is None else _read_answer(answer, ask.request, link)
+        if answer is not None and answer.shrunk_blocks:
+            self._counters.add("kv_open_shrunk")
         if ask.is_dropped or hit is None:
             if answer is not None and answer.lease_id:
                 self.client.close([answer.lease_id])
