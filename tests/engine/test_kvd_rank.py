@@ -125,6 +125,7 @@ def test_hit_that_kvd_cut_for_want_of_room_is_counted(kvd: FakeKvd) -> None:
     assert run_whole(rank, again) == replayed_bytes(256)
     assert rank.event(again, Computed).cached_tokens == 256
     assert count(rank, "kv_open_shrunk") == 1
+    kvd.room = None
     rank.assert_nothing_held()
     rank.close()
 
