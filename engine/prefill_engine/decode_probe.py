@@ -178,7 +178,7 @@ class DecodeProbe:
             logits_V=logits_V,
             first_token_logits_V=first_token_logits_V,
             blocks=tuple(bytes(run.cache.block_view(slot)) for slot in range(num_full_blocks(num_tokens))),
-            state=run.cache.export_state(0, num_tokens, first_valid=start, decoder_floor=floor),
+            state=bytes(run.cache.export_state(0, num_tokens, first_valid=start, decoder_floor=floor)),
         )
 
     def verify(

@@ -164,7 +164,7 @@ class KvCache:
             for pages in (views.main, views.index_data, views.index_scales):
                 pages[slot, num_entries:] = 0
 
-    def take_snapshot(self, state_slot: int, position: int, *, first_valid: int) -> bytes:
+    def take_snapshot(self, state_slot: int, position: int, *, first_valid: int) -> memoryview:
         """Encoder window KV before token `position`: ring images [encoder layers, snapshot_rows, row bytes] (kv.md
         1.4).
 
@@ -173,7 +173,7 @@ class KvCache:
         """
         image = torch.zeros(self.state.num_encoder_layers, self._image_bytes, dtype=torch.uint8)
         self._copy_out(image, 0, state_slot, end=position, first=first_valid)
-        return image.numpy().tobytes()
+        return image.view(-1).numpy().data
 
     def restore_snapshot(self, state_slot: int, position: int, data: Buffer) -> None:
         """Writes a snapshot's rows into the state's rings; every other row keeps what it holds.
@@ -186,7 +186,7 @@ class KvCache:
         image = _bytes_tensor(data, self.state.num_encoder_layers * self._image_bytes, what="snapshot")
         self._copy_in(image.view(self.state.num_encoder_layers, -1), 0, state_slot, end=position)
 
-    def export_state(self, state_slot: int, num_tokens: int, *, first_valid: int, decoder_floor: int) -> bytes:
+    def export_state(self, state_slot: int, num_tokens: int, *, first_valid: int, decoder_floor: int) -> memoryview:
         """Hand-over state after `num_tokens` tokens, handover_bytes long.
 
         In the order of kv.md 1.5: encoder SWA, decoder SWA, draft SWA, compressor rings, zero padding. Absent rows are
@@ -199,7 +199,7 @@ class KvCache:
         self._copy_out(rings[num_encoder:], num_encoder, state_slot, end=num_tokens, first=decoder_floor)
         held = self._held_pairs(num_tokens)
         pairs[:, held] = self._pairs_u8[:, state_slot].cpu()[:, held]
-        return out.numpy().tobytes()
+        return out.numpy().data
 
     def import_state(self, state_slot: int, num_tokens: int, data: Buffer) -> None:
         """Counterpart of export_state; rows of no token of the hand-over keep what they hold.
@@ -238,10 +238,10 @@ class KvCache:
             self._images.take_images(rings, state_slot, taken, image_rows=rows, end=end, first_valid=first)
             images.copy_(taken)
             return
-        positions = torch.arange(min(end, max(0, first, end - rows)), end)
-        ring = rings[:, state_slot]
-        source = (positions % self.state.ring_rows).to(self._device)
-        self._image_rows(images)[:, positions % rows] = ring.index_select(1, source).cpu()
+        ring, image = rings[:, state_slot], self._image_rows(images)
+        start = min(end, max(0, first, end - rows))
+        for ring_row, image_row, length in ring_runs(start, end, ring_rows=self.state.ring_rows, image_rows=rows):
+            image[:, image_row : image_row + length] = ring[:, ring_row : ring_row + length]
 
     def _copy_in(self, images: Tensor, first_layer: int, state_slot: int, *, end: int) -> None:
         """Copies ring images [layers, image bytes] that end at `end` into the rings of consecutive layers."""
@@ -250,16 +250,28 @@ class KvCache:
         if self._images is not None:
             self._images.restore_images(images.to(self._device), rings, state_slot, image_rows=rows, end=end)
             return
-        positions = torch.arange(max(0, end - rows), end)
-        ring = rings[:, state_slot]
-        target = (positions % self.state.ring_rows).to(self._device)
-        ring[:, target] = self._image_rows(images)[:, positions % rows].to(self._device)
+        ring, image = rings[:, state_slot], self._image_rows(images)
+        for ring_row, image_row, length in ring_runs(
+            max(0, end - rows), end, ring_rows=self.state.ring_rows, image_rows=rows
+        ):
+            ring[:, ring_row : ring_row + length] = image[:, image_row : image_row + length]
 
     def _image_rows(self, images: Tensor) -> Tensor:
         """[layers, snapshot_rows, row bytes] view of ring images, without the padding of each."""
         row_bytes = self._rings_u8.shape[-1]
         rows = self.state.snapshot_rows
         return images[:, : rows * row_bytes].view(len(images), rows, row_bytes)
+
+
+def ring_runs(start: int, end: int, *, ring_rows: int, image_rows: int) -> list[tuple[int, int, int]]:
+    """(ring row, image row, length) of stretches of tokens [start, end) that wrap in neither."""
+    runs = []
+    while start < end:
+        ring_row, image_row = start % ring_rows, start % image_rows
+        length = min(end - start, ring_rows - ring_row, image_rows - image_row)
+        runs.append((ring_row, image_row, length))
+        start += length
+    return runs
 
 
 def _record_views(blocks: Tensor, layout: BlockLayout) -> dict[int, _SourceViews]:

@@ -8,6 +8,8 @@ replays (R4).
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from prefill_engine.kv.store import Buffer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwaSnapshot:
@@ -19,7 +21,7 @@ class SwaSnapshot:
     position: int
     first_valid: int
     exact: bool
-    data: bytes
+    data: Buffer
 
 
 class SwaPool:

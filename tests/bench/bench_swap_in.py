@@ -46,10 +46,15 @@ from prefill_engine.rank.swap_in import LoadProgress, SwapIn, SwapJob
 from prefill_engine.swa_pool import SwaPool
 from prefill_plan.block_keys import BlockKey
 from prefill_plan.config import RecordFormat
-from prefill_plan.kv_layout import block_layout, state_layout
+from prefill_plan.kv_layout import BLOCK_TOKENS, block_layout, state_layout
 from prefill_plan.model_spec import released_model_spec
 
 NUM_BLOCKS = 757
+_STEPS = {
+    "the turn that admits a 757-block hit": ("resolve", "look-up answer", "admit", "start loading"),
+    "the step that finishes it": ("whole hit", "four open gates", "first commit", "new blocks"),
+    "what the prompt's last step adds": ("two snapshots", "hand-over"),
+}
 OWNER = 7
 
 
@@ -227,6 +232,9 @@ class Answering(StoreWorker):
 
     def let_go(self, attempt_id: bytes) -> None: ...
 
+    def keep_snapshots(self, attempt_id: bytes, snapshots: object, *, tenant: str) -> bool:
+        return False
+
 
 def report_step_thread(bench: Bench, runs: int) -> None:
     """What one attempt with a 757-block hit costs the step thread, and what a step costs at its gates."""
@@ -258,6 +266,9 @@ def report_step_thread(bench: Bench, runs: int) -> None:
             ),
             "four open gates": lambda: _pass_gates(bench),
             "first commit": lambda k=keeper, a=attempt: k.finish_first_chunk(a),
+            "new blocks": lambda k=keeper, a=attempt: k.publish(a, upto_blocks=a.prompt_tokens // BLOCK_TOKENS),
+            "two snapshots": lambda k=keeper, a=attempt: k.take_snapshots(a, a.plan.snapshots),
+            "hand-over": lambda k=keeper, a=attempt: k.export(a),
         }
         for name, step in steps.items():
             start = time.perf_counter()
@@ -267,9 +278,10 @@ def report_step_thread(bench: Bench, runs: int) -> None:
         print(
             f"step thread, {name:16s} median {statistics.median(seconds) * 1e6:8.1f} us, max {max(seconds) * 1e6:.1f}"
         )
-    per_step = sum(statistics.median(parts[name]) for name in ("whole hit", "four open gates", "first commit"))
-    verdict = "meets" if per_step <= 0.0005 else "misses"
-    print(f"step thread, the step that finishes a 757-block hit: {per_step * 1e3:.2f} ms: {verdict} the goal of 0.5 ms")
+    for what, names in _STEPS.items():
+        total = sum(statistics.median(parts[name]) for name in names)
+        verdict = "meets" if total <= 0.0005 else "misses"
+        print(f"step thread, {what}: {total * 1e3:.2f} ms: {verdict} the goal of 0.5 ms")
 
 
 def _submit(run: int) -> Submit:
