@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from prefill_engine.vision.content_key import content_key
+from prefill_engine.vision.image_intake import DEFAULT_POLICY
 from prefill_plan.block_keys import BlockKey, ImageDigest, block_keys
 from prefill_testing.named_tests import Row, functions_of, read_rows
 
@@ -28,9 +30,10 @@ def test_named_tests_exist(row: Row) -> None:
         assert "." in function or function.startswith("test_")
 
 
-def image_digest(pixels: bytes, *, height: int, width: int) -> bytes:
-    """Image item of kv.md 2.2."""
-    return hashlib.sha256(pixels + struct.pack("<II", height, width) + b"processor").digest()
+def image_key(data: bytes, *, height: int, width: int) -> bytes:
+    """As the client and the encoder compute it."""
+    sha = hashlib.sha256(data).digest()
+    return content_key(sha, final_width=width, final_height=height, vision_digest=bytes(32), policy=DEFAULT_POLICY)
 
 
 def key_with(content_key: bytes) -> BlockKey:
@@ -41,12 +44,12 @@ def test_6_a_hundred_thousand_images_and_one_changed_pixel_have_distinct_keys() 
     """LMCache#4086, #3301: an image id folded to 16 bits. The text is the same everywhere."""
     num_images, height, width = 100_000, 4, 8
     picture = bytearray(3 * height * width)
-    keys = {key_with(image_digest(bytes(picture), height=height, width=width))}
-    keys.add(key_with(image_digest(bytes(picture), height=width, width=height)))
+    keys = {key_with(image_key(bytes(picture), height=height, width=width))}
+    keys.add(key_with(image_key(bytes(picture), height=width, width=height)))
     for at in range(len(picture)):
         picture[at] ^= 1
-        keys.add(key_with(image_digest(bytes(picture), height=height, width=width)))
+        keys.add(key_with(image_key(bytes(picture), height=height, width=width)))
         picture[at] ^= 1
     for number in range(num_images):
-        keys.add(key_with(hashlib.sha256(number.to_bytes(4, "big")).digest()))
+        keys.add(key_with(image_key(number.to_bytes(4, "big"), height=height, width=width)))
     assert len(keys) == 2 + len(picture) + num_images
