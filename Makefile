@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml charts/
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint unit test-kernels test-kv-kills soak-kv bench bench-peers aot aot-triton36 gpu-site protos lock clean images test-cluster test-cluster-short bench-cluster bench-cluster-peer demo-cluster demo-cluster-down
+.PHONY: help setup demo test lint unit test-kernels test-kv-kills soak-kv bench bench-kv bench-peers aot aot-triton36 gpu-site protos lock clean images test-cluster test-cluster-short bench-cluster bench-cluster-peer demo-cluster demo-cluster-down
 
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ SOAK_MINUTES ?= 10
 SOAK_SEED ?= $(shell date +%s)
 soak-kv: setup  ## random requests, kills and store faults on two nodes, every answer verified (SOAK_MINUTES, SOAK_SEED)
 	PYTHONPATH=tests $(BIN)/python -m prefill_testing.kv_soak --minutes $(SOAK_MINUTES) --seed $(SOAK_SEED)
+
+bench-kv: setup  ## the KV side's figures against their goals, into tests/bench/results/kv.md (wants idle cores)
+	$(BIN)/python tests/bench/kv_report.py --results tests/bench/results/kv.md
 
 bench: setup  ## benchmarks that run on a CPU (figures, not tests)
 	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python $$f || exit 1; done
