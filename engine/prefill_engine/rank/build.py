@@ -18,7 +18,9 @@ from prefill_engine.kv.file_store import FileStore
 from prefill_engine.kv.memory_store import MemoryStore
 from prefill_engine.kv.store import BlockStore
 from prefill_engine.kv_cache import KvCache
-from prefill_engine.messages import Progress, RankReady
+from prefill_engine.memory_check import check_memory
+from prefill_engine.messages import FromRank, Progress, RankReady
+from prefill_engine.model.flash import DeepseekV41Flash
 from prefill_engine.model.load_progress import LoadProgress, console_progress
 from prefill_engine.parallel.exchange import LocalExchange
 from prefill_engine.rank.block_copy import BlockMovers, CpuCopier
@@ -101,13 +103,7 @@ def build_rank(
     kv = _build_keeper(design, cache=cache, source=source, reads=reads, pushes=pushes, payloads=access.payloads)
     enter("warmup")
     mailbox.send(_progress(rank, "warmup", 0, 1, "passes", ""))
-    runner = ModelRunner(
-        model,
-        cache,
-        truncation=config.replay.truncation,
-        device=design.device,
-        wait_for_device=access.wait_for_device,
-    )
+    runner = _build_runner(design, model, cache, wait_for_device=access.wait_for_device)
     cost = calibrate(runner, kv, vocab_size=design.spec.vocab_size, on_layer=lambda _step, _layer: None)
     planner = RankPlanner(scheduler=config.scheduler, kv=config.kv, truncation=config.replay.truncation, cost=cost)
     engine = RankEngine(
@@ -115,12 +111,7 @@ def build_rank(
         planner=planner,
         source=source,
         pushes=pushes,
-        images=RankImages(
-            has_encoder=config.vision.mode is not VisionMode.NONE,
-            columns=design.spec.hidden_size,
-            window_tokens=design.spec.window_tokens,
-            send=mailbox.send,
-        ),
+        images=_build_images(design, mailbox.send),
         digests=digests,
         num_sources=len(design.layout.sources),
         send=mailbox.send,
@@ -152,12 +143,29 @@ def _read_design(config: EngineConfig) -> _Design:
         )
     replay = config.replay
     validate_keep(replay.keep_tokens, spec.window_tokens, replay.max_rollback_tokens)
+    _check_memory(config, spec, device)
     return _Design(
         config=config,
         spec=spec,
         layout=block_layout(spec, config.kv.record_format),
         state=state_layout(spec, keep_tokens=replay.keep_tokens, rollback_tokens=replay.max_rollback_tokens),
         device=device,
+    )
+
+
+def _build_runner(
+    design: _Design, model: DeepseekV41Flash, cache: KvCache, *, wait_for_device: Callable[[], None]
+) -> ModelRunner:
+    truncation = design.config.replay.truncation
+    return ModelRunner(model, cache, truncation=truncation, device=design.device, wait_for_device=wait_for_device)
+
+
+def _build_images(design: _Design, send: Callable[[FromRank], None]) -> RankImages:
+    return RankImages(
+        has_encoder=design.config.vision.mode is not VisionMode.NONE,
+        columns=design.spec.hidden_size,
+        window_tokens=design.spec.window_tokens,
+        send=send,
     )
 
 
@@ -292,6 +300,16 @@ def _check_ops(config: EngineConfig) -> None:
         ops_identity(config.ops)
     except ValueError as error:
         raise ConfigError(f"ops = {config.ops}: {error}") from error
+
+
+def _check_memory(config: EngineConfig, spec: ModelSpec, device: torch.device) -> None:
+    """The operator's plan, made again here (k8s.md 4.3); its hash is in the front's line "listening"."""
+    if device.type != "cuda":
+        logger.info("memory plan not checked: the CPU profile has none", extra={"device": device.type})
+        return
+    plan = check_memory(config, spec, usable_bytes=torch.cuda.get_device_properties(device).total_memory)
+    level = logging.INFO if plan.fits else logging.WARNING
+    logger.log(level, "memory plan checked", extra={"need_bytes": plan.need_bytes, "plan": plan.explain()})
 
 
 def _torch_device(device: Device) -> torch.device:
