@@ -59,11 +59,6 @@ class Metrics:
         self.wasted_rows = counter("wasted_rows_total", "Computed rows of attempts that failed.", ("reason",))
         self.stage_seconds = seconds("stage_seconds", "Time an attempt spent in a stage.", ("stage",))
         self.ttft_seconds = seconds("ttft_seconds", "Arrival to first token.", ("class",))
-        self.hit_shrunk = counter(
-            "hit_shrunk_total",
-            "Hits that were cut: below the offer (resolved), for want of room in kvd (pressure), on their way (swap_in).",
-            ("reason",),
-        )
         self.swa_source = counter("swa_source_total", "Where window state came from.", ("from",))
         self._add_kv(registry)
         self.kv_transfer_seconds = seconds("kv_transfer_seconds", "Claim to end of a hand-off.", ("direction",))
@@ -122,6 +117,11 @@ class Metrics:
 
         self._add_handoff(registry)
         self._add_vision(registry)
+        self.hit_shrunk = counter(
+            PREFIX + "hit_shrunk_total",
+            "Hits that were cut: below the offer (resolved), for want of room in kvd (pressure), on their way (swap_in).",
+            ("reason",),
+        )
         self.kv_open = counter("pe_kv_open_total", "Look-ups at kvd: exact, pulling, replay or miss.", ("mode",))
         self.kv_open_late = counter("pe_kv_open_late_total", "Look-ups not answered in time; they are misses, too.")
         self.kv_hit_tokens = counter("pe_kv_hit_tokens_total", "Tokens of blocks that look-ups found.")
