@@ -39,9 +39,9 @@ from prefill_operator.model import (
     DeletePod,
     EmitEvent,
     EnsureObject,
-    RefusalReason,
     SetPoolAnnotation,
     StartDrain,
+    WriteRefusal,
 )
 from prefill_operator.names import (
     ACCEPTING_GATE,
@@ -52,7 +52,8 @@ from prefill_operator.names import (
 )
 from prefill_operator.plan import PoolPlan
 from prefill_operator.pod_reading import PodRecord, controller_uid, read_pod, read_pod_of
-from prefill_operator.pool_memory import ChildObstacle, PodObstacle, PoolMemory
+from prefill_operator.pool_memory import ChildObstacle, PodObstacle, PoolMemory, Subject
+from prefill_operator.refusals import describe_refusal, judge_refusal
 from prefill_operator.render_pod import render_pod
 from prefill_operator.render_policy import RenderPolicy
 from prefill_operator.resources import CHILDREN, EVENTS, PODS, POOLS, PoolKey
@@ -80,6 +81,8 @@ class Applied:
 
     num_writes: int
     """Changes made, events not counted."""
+    num_done: int
+    """The first so many actions are done."""
     error: PrefillError | None = None
     """Why the rest of the actions was not done."""
     is_learned: bool = False
@@ -110,19 +113,20 @@ class Applier:
 
     async def apply(self, target: Target, actions: Iterable[Action]) -> Applied:
         """Does the actions in order, up to the first that fails. Raises LeaseLost only."""
-        num_writes = 0
+        num_writes = num_done = 0
         for action in actions:
             try:
                 await self._do(target, action)
-            except (QuotaDenied, RequestRejected) as error:
-                is_refusal = isinstance(action, CreatePod) and "being terminated" not in error.message
-                if isinstance(action, CreatePod) and is_refusal:
-                    target.memory.create_refusal = self._refusal(action, error)
-                return Applied(num_writes=num_writes, error=error, is_learned=is_refusal)
-            except (ClusterError, ForeignObject, PoolInvalid) as error:
-                return Applied(num_writes=num_writes, error=error, is_learned=isinstance(error, ForeignObject))
+            except ClusterError as error:
+                is_learned = self._learn(target, action, error)
+                return Applied(num_writes=num_writes, num_done=num_done, error=error, is_learned=is_learned)
+            except (ForeignObject, PoolInvalid) as error:
+                is_learned = isinstance(error, ForeignObject)
+                return Applied(num_writes=num_writes, num_done=num_done, error=error, is_learned=is_learned)
+            target.memory.refusals.pop(_subject(target.key, action), None)
             num_writes += not isinstance(action, EmitEvent)
-        return Applied(num_writes=num_writes)
+            num_done += 1
+        return Applied(num_writes=num_writes, num_done=num_done)
 
     async def write_status(self, target: Target, status: PoolStatus | VEPoolStatus) -> None:
         """Raises ClusterError, LeaseLost."""
@@ -146,6 +150,14 @@ class Applier:
         owners = {"metadata": {"ownerReferences": [owner_reference(target.pool)]}}
         await self._merge_pod(target.key, pod.observed.name, pod.observed.uid, owners)
         logger.info("adopted a pod", extra={"pool": str(target.key), "pod": pod.observed.name})
+
+    def note_tended(self, target: Target, pod: PodRecord, error: RequestRejected | None) -> bool:
+        """Remembers whether the pod could be tended (adopt, open_gate, note_store). True if the refusal is a new one."""
+        subject = ("tend", "Pod", pod.observed.name)
+        if error is not None:
+            return self._remember(target, subject, error, is_withheld=False)
+        target.memory.refusals.pop(subject, None)
+        return False
 
     async def note_store(self, target: Target, pod: PodRecord, *, is_degraded: bool) -> None:
         """Says on the pod whether its engine serves without its KV store (k8s.md 4.9). Raises ClusterError, LeaseLost."""
@@ -241,14 +253,39 @@ class Applier:
             target.memory.pods[name] = PodObstacle(pod=pod, seen_at=self._clock())
         logger.info("pod exists already", extra={"pool": str(target.key), "pod": name})
 
-    def _refusal(self, action: CreatePod, error: ClusterError) -> CreateRefusal:
-        quota = isinstance(error, QuotaDenied)
-        return CreateRefusal(
-            at=self._clock(),
-            reason=RefusalReason.QUOTA_EXCEEDED if quota else RefusalReason.INVALID_OVERLAY,
-            message=error.message,
-            revision=action.revision,
+    def _learn(self, target: Target, action: Action, error: ClusterError) -> bool:
+        """Remembers a refusal, so that the status tells it. True if the next pass sees something new by that."""
+        is_refusal = isinstance(error, QuotaDenied | RequestRejected) and "being terminated" not in error.message
+        is_unserved = isinstance(error, ObjectMissing) and isinstance(action, EnsureObject)
+        if isinstance(action, EmitEvent) or not (is_refusal or is_unserved):
+            return False
+        if not isinstance(action, CreatePod):
+            return self._remember(
+                target, _subject(target.key, action), error, is_withheld=isinstance(action, EnsureObject)
+            )
+        logger.warning("pod refused", extra={"pool": str(target.key), "error": error.message})
+        reason, remedy = judge_refusal(error, is_pod=True)
+        message = describe_refusal(f"Pod {action.name}", error, remedy)
+        target.memory.create_refusal = CreateRefusal(
+            at=self._clock(), reason=reason, message=message, revision=action.revision
         )
+        return True
+
+    def _remember(self, target: Target, subject: Subject, error: ClusterError, *, is_withheld: bool) -> bool:
+        logger.warning("write refused", extra={"pool": str(target.key), "error": error.message})
+        reason, remedy = judge_refusal(error, is_pod=False)
+        before, (_, kind, name) = target.memory.refusals.get(subject), subject
+        refusal = WriteRefusal(
+            at=self._clock(),
+            reason=reason,
+            kind=kind,
+            name=name,
+            message=describe_refusal(f"{kind} {name}", error, remedy),
+            is_withheld=is_withheld,
+            generation=target.pool.generation,
+        )
+        target.memory.refusals[subject] = refusal
+        return is_withheld or before is None or before.message != refusal.message
 
     async def _start_drain(self, target: Target, action: StartDrain) -> None:
         pod = self._find_pod(target.key, action.name, action.uid)
@@ -332,3 +369,24 @@ class Applier:
             await self._writes.apply(POOLS[key.kind], body, subresource="status")
         except (ObjectMissing, WriteConflict):
             logger.info("status not written: the pool is gone", extra={"pool": str(key)})
+
+
+def _subject(key: PoolKey, action: Action) -> Subject:
+    """Verb, kind and name of what an action writes; memory of a refusal goes by it."""
+    match action:
+        case EnsureObject(kind=kind, name=name):
+            return "write", str(kind), name
+        case DeleteObject(kind=kind, name=name):
+            return "delete", str(kind), name
+        case DeletePod(name=name):
+            return "delete", "Pod", name
+        case StartDrain(name=name):
+            return "drain", "Pod", name
+        case CreatePod(name=name):
+            return "create", "Pod", name
+        case SetPoolAnnotation(key=annotation):
+            return f"annotate {annotation}", str(key.kind), key.name
+        case EmitEvent():
+            return "tell", "Event", str(action.reason)
+        case _:
+            assert_never(action)

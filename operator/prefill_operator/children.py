@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from prefill_operator.api_parts import Actuator
 from prefill_operator.intent import Intent
-from prefill_operator.model import ChildKind, DeleteObject, EnsureObject, Observed, ObservedChild
+from prefill_operator.model import ChildKind, DeleteObject, EnsureObject, Observed, ObservedChild, WriteRefusal
 from prefill_operator.names import config_map_name, object_base
 from prefill_operator.plan import PoolPlan
 
@@ -43,14 +43,22 @@ def desired_children(
     return tuple(desired)
 
 
-def plan_children(intent: Intent, plan: PoolPlan, observed: Observed) -> ChildStep:
-    """What to apply and what to remove. A config map stays while a pod of its revision exists."""
+def plan_children(
+    intent: Intent, plan: PoolPlan, observed: Observed, refusals: Iterable[WriteRefusal] = ()
+) -> ChildStep:
+    """What to apply and what to remove. A config map stays while a pod of its revision exists.
+
+    Args:
+        refusals: those in force; what the API server refused is not asked for again yet, and the rest goes on.
+    """
     desired = desired_children(intent, plan, observed.optional_kinds)
     found = {(child.kind, child.name): child for child in observed.children}
+    withheld = {(item.kind, item.name) for item in refusals if item.is_withheld}
     ensures = [
         EnsureObject(kind=kind, name=name)
         for kind, name in desired
-        if (child := found.get((kind, name))) is None or not (child.current or child.foreign)
+        if (str(kind), name) not in withheld
+        and ((child := found.get((kind, name))) is None or not (child.current or child.foreign))
     ]
     in_use = {config_map_name(intent.kind, intent.name, pod.revision) for pod in observed.pods if pod.revision}
     kept = set(desired) | {(ChildKind.CONFIG_MAP, name) for name in in_use}

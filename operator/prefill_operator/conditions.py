@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from prefill_operator.api_parts import Actuator
 from prefill_operator.api_status import Condition, ConditionStatus
 from prefill_operator.children import ChildStep, find_scaler
+from prefill_operator.create_block import CreateBlock
+from prefill_operator.errors import PoolInvalid
 from prefill_operator.escalation import Escalation, EscalationStep
 from prefill_operator.failures import PodState, Remedy
 from prefill_operator.fleet import Fleet, PodView
 from prefill_operator.gpu_faults import GpuStall
 from prefill_operator.intent import Intent
-from prefill_operator.messages import describe_fleet, describe_imbalance, describe_pod, format_time
-from prefill_operator.model import ChildKind, CreateRefusal, Observed, RefusalReason
+from prefill_operator.messages import describe_fleet, describe_imbalance, describe_pause, describe_pod, format_time
+from prefill_operator.model import ChildKind, CreateRefusal, Observed, WriteRefusal
 from prefill_operator.names import ConditionType, Reason
 from prefill_operator.plan import PoolPlan
 from prefill_operator.rollout import RolloutStep
@@ -41,8 +43,21 @@ class Findings:
     gpu_stall: GpuStall
     refusal: CreateRefusal | None
     """Still in force."""
-    pause: str
-    """Until when nothing is created because of failures, and which; "" = it may be."""
+    write_refusals: tuple[WriteRefusal, ...]
+    """Those too."""
+    block: CreateBlock | None
+    """Why nothing is created now."""
+
+    @property
+    def pause(self) -> str:
+        """Until when nothing is created because of failures, and which; "" = it may be."""
+        block = self.block
+        return block.reason if block is not None and block.until is not None and self.refusal is None else ""
+
+    @property
+    def dead_end(self) -> str:
+        """Why no pod of the update revision can come up, until a human acts; "" = one may."""
+        return self.block.reason if self.block is not None and self.block.is_final else ""
 
     @property
     def is_rolled_out(self) -> bool:
@@ -74,6 +89,12 @@ class Findings:
         return f"no {self.intent.noun} has changed for {seconds} s, and not all are ready"
 
 
+_OPTIONAL = {
+    ChildKind.SCALED_OBJECT: ("keda.sh ScaledObject", "rbac.keda"),
+    ChildKind.POD_MONITOR: ("monitoring.coreos.com PodMonitor", "rbac.prometheusOperator"),
+}
+"""Name and chart value of the kinds that a pool asks for and may not get."""
+
 _Found = tuple[ConditionType, bool | None, Reason, str]
 """Type, whether it holds (None = Unknown), reason, message."""
 
@@ -88,22 +109,25 @@ def build_conditions(findings: Findings, previous: Iterable[Condition]) -> tuple
         _judge_plan(findings.plan),
         _judge_autoscaling(findings),
         _judge_stalled(findings),
-        _judge_paused(findings.intent),
+        _judge_paused(findings),
     )
     pool = findings.observed.pool
     return seal_conditions(found, previous, generation=pool.generation, now=findings.observed.now)
 
 
 def refuse_conditions(
-    previous: Iterable[Condition], *, generation: int, message: str, now: float
+    previous: Iterable[Condition], *, generation: int, fault: PoolInvalid, now: float
 ) -> tuple[Condition, ...]:
     """All eight for a spec that cannot be read: what pods do meanwhile stays as it was last known."""
+    message = fault.message
     known = {condition.type: condition for condition in previous}
     false = {ConditionType.READY, ConditionType.PROGRESSING, ConditionType.PLAN_FEASIBLE}
     found: list[_Found] = []
     for kind in ConditionType:
         if kind in false:
-            found.append((kind, False, Reason.SPEC_INVALID, message))
+            # A newer CustomResourceDefinition may allow models that this operator does not know.
+            is_unknown = kind is ConditionType.PLAN_FEASIBLE and fault.path == "spec.model.architecture"
+            found.append((kind, False, Reason.UNKNOWN_ARCHITECTURE if is_unknown else Reason.SPEC_INVALID, message))
         elif kind is ConditionType.STALLED:
             found.append((kind, True, Reason.CONFIG_REJECTED, message))
         elif kind not in known:
@@ -150,9 +174,21 @@ def _notes(f: Findings) -> Iterable[str]:
     """What users should know beside the pods' state; it changes no condition."""
     if f.observed.reference is not None:
         yield f.observed.reference.text
+    if f.intent.watches_metrics and ChildKind.POD_MONITOR not in f.observed.optional_kinds:
+        yield f"monitoring.podMonitor: no PodMonitor is made: {_missing(f, ChildKind.POD_MONITOR)}"
     load = f.observed.load
     if load is not None and load.uneven is not None:
         yield describe_imbalance(load.uneven, f.fleet)
+
+
+def _missing(f: Findings, kind: ChildKind) -> str:
+    """Why there is no such object, and what to do."""
+    name, value = _OPTIONAL[kind]
+    if kind in f.observed.forbidden_kinds:
+        return f"this installation may not manage {name}s: set the chart value {value} to true"
+    return (
+        f"the cluster does not serve {name}s: install its CustomResourceDefinition, which is looked for once a minute"
+    )
 
 
 def _judge_rollout(f: Findings) -> _Found:
@@ -206,8 +242,15 @@ def _find_obstacle(f: Findings) -> tuple[bool, Reason, str] | None:
     if not f.plan.feasible:
         return False, Reason.PLAN_INFEASIBLE, "nothing is created without a feasible plan"
     if f.refusal is not None:
-        is_quota = f.refusal.reason is RefusalReason.QUOTA_EXCEEDED
-        return False, Reason.QUOTA_EXCEEDED if is_quota else Reason.INVALID_OVERLAY, f.refusal.message
+        return False, Reason(f.refusal.reason.value), f.refusal.message
+    if f.write_refusals:
+        first, *others = f.write_refusals
+        more = f" (and {len(others)} more)" if others else ""
+        return False, Reason(first.reason.value), f"{first.message}{more}"
+    if f.observed.config_refusal and (f.step.missing or f.step.num_outdated or f.step.num_forced):
+        return False, Reason.INVALID_OVERLAY, f"no {f.intent.noun} is made: {f.observed.config_refusal}"
+    if f.dead_end:
+        return False, Reason.STALLED, f"{f.dead_end}; no other is made before the pool is changed"
     if f.step.blocked is not None:
         return False, f.step.blocked, f.step.blocked_message
     if f.deadline_exceeded:
@@ -241,11 +284,14 @@ def _judge_autoscaling(f: Findings) -> _Found:
     if autoscaling.actuator is Actuator.EXTERNAL:
         return (kind, True, Reason.EXTERNAL, "somebody else writes /scale")
     if autoscaling.actuator is Actuator.KEDA and ChildKind.SCALED_OBJECT not in f.observed.optional_kinds:
-        return (kind, False, Reason.KEDA_MISSING, "the cluster does not serve keda.sh ScaledObjects")
+        return (kind, False, Reason.KEDA_MISSING, _missing(f, ChildKind.SCALED_OBJECT))
     if not f.intent.replicas and autoscaling.actuator is Actuator.HPA:
         text = "replicas is 0, which switches an HPA off"
         return (kind, False, Reason.DISABLED, text)
     scaler = find_scaler(f.intent, f.observed.children)
+    for refusal in f.write_refusals:
+        if scaler is None and refusal.kind in (ChildKind.HPA, ChildKind.SCALED_OBJECT):
+            return (kind, False, Reason.METRICS_UNAVAILABLE, refusal.message)
     if scaler is None or scaler.active is None:
         text = f"the {autoscaling.actuator} object has not reported yet"
         return (kind, None, Reason.METRICS_UNAVAILABLE, text)
@@ -291,8 +337,8 @@ def _is_overdue(view: PodView) -> bool:
     return view.verdict.wakeup is None
 
 
-def _judge_paused(intent: Intent) -> _Found:
-    if intent.paused:
-        text = f"spec.paused: no {intent.noun} is created, drained or deleted"
+def _judge_paused(f: Findings) -> _Found:
+    if f.intent.paused:
+        text = describe_pause(f.intent, f.fleet)
         return (ConditionType.PAUSED, True, Reason.USER_REQUEST, text)
     return (ConditionType.PAUSED, False, Reason.NOT_PAUSED, "spec.paused is not set")

@@ -7,8 +7,10 @@ from prefill_operator.failures import PodState, Remedy
 from prefill_operator.fleet import Fleet
 from prefill_operator.ledger import Ledger, last_failure, paused_until
 from prefill_operator.messages import format_time
-from prefill_operator.model import CreateRefusal, Observed, OperatorTimes, RefusalReason
+from prefill_operator.model import ChildKind, CreateRefusal, Observed, OperatorTimes, RefusalReason, WriteRefusal
+from prefill_operator.names import config_map_name
 from prefill_operator.plan import PoolPlan
+from prefill_operator.refusals import find_write_refusals
 
 _HOPELESS = frozenset({PodState.CONFIG_REJECTED, PodState.CRASH_LOOP, PodState.OUT_OF_MEMORY})
 
@@ -18,21 +20,41 @@ class CreateBlock:
     reason: str
     until: float | None = None
     """None = until something changes."""
+    is_final: bool = False
+    """No pod of the revision can come up: only a human ends it."""
 
 
-def active_refusal(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> CreateRefusal | None:
-    """The API server's refusal, until it is time to ask again; that of an overlay is void with the revision."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusals:
+    """What the API server refused, as far as still in force."""
+
+    pod: CreateRefusal | None
+    config: WriteRefusal | None
+    """Of the config map of the update revision, without which no pod of it can start; one of `writes`."""
+    writes: tuple[WriteRefusal, ...]
+
+    @property
+    def is_of_revision(self) -> bool:
+        """Pod or config map themselves are refused; a quota of pods only refuses one more."""
+        is_pod_refused = self.pod is not None and self.pod.reason is not RefusalReason.QUOTA_EXCEEDED
+        return is_pod_refused or self.config is not None
+
+
+def active_refusals(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> Refusals:
+    writes = find_write_refusals(observed, times)
+    name = (str(ChildKind.CONFIG_MAP), config_map_name(observed.pool.kind, observed.pool.name, plan.revision))
+    config = next((item for item in writes if (item.kind, item.name) == name), None)
+    return Refusals(pod=_pod_refusal(observed, plan, times), config=config, writes=writes)
+
+
+def _pod_refusal(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> CreateRefusal | None:
+    """The API server's refusal of a pod, until it is time to ask again; but for a quota's it is void with the revision."""
     refusal = observed.create_refusal
     if refusal is None or observed.now >= refusal.at + times.refusal_retry_seconds:
         return None
-    if refusal.reason is RefusalReason.INVALID_OVERLAY and refusal.revision != plan.revision:
+    if refusal.reason is not RefusalReason.QUOTA_EXCEEDED and refusal.revision != plan.revision:
         return None
     return refusal
-
-
-def is_revision_refused(observed: Observed, refusal: CreateRefusal | None) -> bool:
-    """Whether the pod itself is refused, by us or by the API server; a quota only refuses one more."""
-    return bool(observed.config_refusal) or (refusal is not None and refusal.reason is RefusalReason.INVALID_OVERLAY)
 
 
 def find_block(
@@ -42,7 +64,7 @@ def find_block(
     *,
     ledger: Ledger,
     escalation: Escalation,
-    refusal: CreateRefusal | None,
+    refusals: Refusals,
     times: OperatorTimes,
 ) -> CreateBlock | None:
     """The first reason against creating pods; None = create."""
@@ -52,6 +74,7 @@ def find_block(
         return CreateBlock(reason=observed.config_refusal)
     if escalation.step is EscalationStep.RAISE:
         return CreateBlock(reason="the EP is being raised")
+    refusal = refusals.pod or refusals.config
     if refusal is not None:
         return CreateBlock(reason=refusal.message, until=refusal.at + times.refusal_retry_seconds)
     until = paused_until(ledger, now=observed.now, last_ready_at=fleet.last_ready_at, times=times)
@@ -63,7 +86,8 @@ def find_block(
     # More pods of a revision that no pod could start would only fail too (k8s.md 4.6: no retry storm).
     for view in updated:
         if view.state in _HOPELESS and view.verdict.remedy is Remedy.NONE:
-            return CreateBlock(reason=f"no pod of this revision came up; {view.pod.name}: {view.verdict.message}")
+            text = f"no pod of this revision came up; {view.pod.name}: {view.verdict.message}"
+            return CreateBlock(reason=text, is_final=True)
     return None
 
 

@@ -10,7 +10,7 @@ import msgspec
 from prefill_operator.avoidance import avoided_nodes, barred_nodes, is_avoidance_vain
 from prefill_operator.children import plan_children
 from prefill_operator.conditions import Findings
-from prefill_operator.create_block import CreateBlock, active_refusal, find_block, is_revision_refused
+from prefill_operator.create_block import CreateBlock, active_refusals, find_block
 from prefill_operator.escalation import NO_ESCALATION, Escalation, EscalationStep, judge_escalation
 from prefill_operator.events import plan_events
 from prefill_operator.failures import FailureContext, PodState, Remedy, is_crash_stalled
@@ -20,6 +20,7 @@ from prefill_operator.intent import Intent, read_intent
 from prefill_operator.ledger import (
     Ledger,
     ledger_text,
+    longest_load,
     parse_ledger,
     record_failure,
     record_pods,
@@ -38,12 +39,11 @@ from prefill_operator.model import (
 from prefill_operator.names import EP_FLOOR_ANNOTATION, LEDGER_ANNOTATION, PodIdentity, pod_name
 from prefill_operator.plan import PoolPlan
 from prefill_operator.pool_api import PrefillPoolSpec
+from prefill_operator.refusals import refusal_end
 from prefill_operator.rollout import RolloutStep, Situation, plan_rollout
 from prefill_operator.status import build_status
 from prefill_operator.targets import plan_targets
 
-# A load may take 1.5 times its limit (the startup probe's budget, C44); beyond that it was no load.
-_LOAD_SLACK = 1.5
 _RETRY_SECONDS = 1.0
 
 
@@ -60,8 +60,8 @@ def decide(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> Decision
     ledger = _record_remedies(ledger, fleet, plan, observed.now, times)
     if escalation.step is EscalationStep.RAISE:
         ledger = msgspec.structs.replace(ledger, escalated_at=int(observed.now))
-    refusal = active_refusal(observed, plan, times)
-    block = find_block(observed, plan, fleet, ledger=ledger, escalation=escalation, refusal=refusal, times=times)
+    refusals = active_refusals(observed, plan, times)
+    block = find_block(observed, plan, fleet, ledger=ledger, escalation=escalation, refusals=refusals, times=times)
     targets = plan_targets(intent, plan, fleet, ledger, times)
     situation = Situation(
         intent=intent,
@@ -71,7 +71,7 @@ def decide(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> Decision
         now=observed.now,
         times=times,
         is_create_blocked=block is not None,
-        is_revision_refused=is_revision_refused(observed, refusal),
+        is_revision_refused=bool(observed.config_refusal) or refusals.is_of_revision,
     )
     findings = Findings(
         observed=observed,
@@ -80,11 +80,12 @@ def decide(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> Decision
         fleet=fleet,
         targets=targets,
         step=plan_rollout(fleet, situation),
-        children=plan_children(intent, plan, observed),
+        children=plan_children(intent, plan, observed, refusals.writes),
         escalation=escalation,
         gpu_stall=judge_gpu_faults(fleet, ledger, situation),
-        refusal=refusal,
-        pause=block.reason if block is not None and block.until is not None and refusal is None else "",
+        refusal=refusals.pod,
+        write_refusals=refusals.writes,
+        block=block,
     )
     status = build_status(findings, ledger)
     actions: tuple[Action, ...] = ()
@@ -93,7 +94,7 @@ def decide(observed: Observed, plan: PoolPlan, times: OperatorTimes) -> Decision
     return Decision(
         actions=actions,
         status=status,
-        next_wakeup=None if intent.paused else _next_wakeup(findings, block, times),
+        next_wakeup=_next_wakeup(findings, block, times),
         reasons=_log_reasons(findings.step, block, escalation),
     )
 
@@ -102,7 +103,7 @@ def _read_ledger(observed: Observed, intent: Intent, times: OperatorTimes) -> Le
     """The annotation and what pods show beyond it."""
     known = parse_ledger(observed.pool.annotations.get(LEDGER_ANNOTATION))
     own = [pod for pod in observed.pods if not pod.foreign]
-    max_load = intent.lifecycle.load_timeout_seconds * _LOAD_SLACK
+    max_load = longest_load(intent.lifecycle.load_timeout_seconds)
     return record_pods(known, own, max_load_seconds=max_load, times=times)
 
 
@@ -212,7 +213,6 @@ def _list_creates(findings: Findings, ledger: Ledger, times: OperatorTimes) -> l
             revision=plan.revision,
             incarnation=incarnation,
             avoid_nodes=avoid,
-            prefer_node=step.prefer_node,
         )
         for incarnation in range(first, first + step.creates)
     ]
@@ -240,6 +240,10 @@ def _list_removals(findings: Findings, times: OperatorTimes) -> list[Action]:
 def _next_wakeup(findings: Findings, block: CreateBlock | None, times: OperatorTimes) -> float | None:
     now = findings.observed.now
     due = [findings.fleet.wakeup, block.until if block else None, findings.gpu_stall.until]
+    due += [refusal_end(refusal, times) for refusal in findings.write_refusals]
+    if findings.intent.paused:
+        # What is due is not done, so only what is still to come changes anything: what pods are called.
+        return min((time for time in due if time is not None and time > now), default=None)
     if not findings.deadline_exceeded:
         due.append(findings.deadline)
     for view in findings.fleet.in_state(PodState.DRAINING):

@@ -17,6 +17,9 @@ from prefill_operator.resources import Resource, selector_of
 
 _WATCH_SECONDS = 300
 _PAGE_ITEMS = 250
+# Between two tries of a request; kopf's own grow to 21 s, in which the resync would call missed what is only late. About a minute
+# in all, long after the Lease is lost.
+_TRY_PAUSES = (1.0, 1.0, *(2.0,) * 30)
 
 
 class _NoStorage(kopf.DiffBaseStorage):
@@ -86,6 +89,7 @@ def configure_kopf(settings: kopf.OperatorSettings, resources: Collection[Resour
     settings.watching.server_timeout = _WATCH_SECONDS
     settings.watching.chunk_size = _PAGE_ITEMS
     settings.networking.request_timeout = 30
+    settings.networking.error_backoffs = _TRY_PAUSES
     settings.process.ultimate_exiting_timeout = 20
     settings.queueing.idle_timeout = 0.1  # an idle worker of kopf holds on to its last object
     settings.persistence.diffbase_storage = _NoStorage()

@@ -1,13 +1,13 @@
 """What only a leader has: cache, queue, workers, drains, store watch, resync; built in one place, filled before any of it acts.
 
 Used by run.py. Which resources are watched is found out at the start: CustomResourceDefinitions of ours must be served, other
-optional ones may be, and nodes may be read or not (C35).
+optional ones may be, and nodes may be read or not (C35). When the cluster later serves others, the leader ends and starts anew.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from prefill_operator.apply import Applier
@@ -127,8 +127,17 @@ def _build_observer(
     clock: Callable[[], float],
 ) -> Observer:
     optional = frozenset(kind for kind in ChildKind if CHILDREN[kind] in resources) - frozenset(REQUIRED_CHILDREN)
-    policy, model = RenderPolicy.of(settings), released_model_spec()
-    return Observer(cache, drains, engines, policy=policy, optional_kinds=optional, model=model, clock=clock)
+    forbidden = frozenset(ChildKind) - frozenset(REQUIRED_CHILDREN) - frozenset(_allowed_kinds(settings.rbac))
+    return Observer(
+        cache,
+        drains,
+        engines,
+        policy=RenderPolicy.of(settings),
+        optional_kinds=optional,
+        forbidden_kinds=forbidden,
+        model=released_model_spec(),
+        clock=clock,
+    )
 
 
 def _build_applier(
@@ -158,9 +167,39 @@ async def find_resources(cluster: Cluster, settings: OperatorSettings) -> tuple[
         await asyncio.sleep(_RETRY_SECONDS)
 
 
-async def _list_resources(cluster: Cluster, settings: OperatorSettings) -> tuple[Resource, ...]:
+async def wait_for_other_kinds(
+    cluster: Cluster,
+    settings: OperatorSettings,
+    resources: tuple[Resource, ...],
+    *,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> tuple[str, ...]:
+    """Returns when the cluster serves other optional kinds than it did (KEDA was installed, or removed): their plurals.
+
+    It is looked once per resync; two looks in a row must agree, and an API server that does not answer changes nothing. Watches
+    begin at the start of a process only, so that whoever waits here leaves the lead to one that starts anew (run.py).
+    """
+    known = {resource for resource in resources if resource in CHILDREN.values()}
+    before: set[Resource] = known
+    while True:
+        await sleep(settings.resync_seconds)
+        try:
+            now = set(await _list_children(cluster, settings))
+        except ClusterError as error:
+            logger.warning("kinds not looked up", extra={"error": error.message})
+            continue
+        if now != known and now == before:
+            return tuple(sorted(resource.plural for resource in now ^ known))
+        before = now
+
+
+async def _list_children(cluster: Cluster, settings: OperatorSettings) -> list[Resource]:
     kinds = [*REQUIRED_CHILDREN, *_allowed_kinds(settings.rbac)]
-    children = [CHILDREN[kind] for kind in kinds if await cluster.serves(CHILDREN[kind])]
+    return [CHILDREN[kind] for kind in kinds if await cluster.serves(CHILDREN[kind])]
+
+
+async def _list_resources(cluster: Cluster, settings: OperatorSettings) -> tuple[Resource, ...]:
+    children = await _list_children(cluster, settings)
     nodes = [NODES] if settings.rbac.nodes and await _may_read_nodes(cluster) else []
     return (*POOLS.values(), PODS, *nodes, *children)
 

@@ -19,6 +19,8 @@ _MAX_LOADS = 20
 _MAX_REPLACEMENTS = 10
 _UID_CHARS = 13
 """Of a pod's UID: enough to tell the pods of one pool apart."""
+_LOAD_SLACK = 1.5
+"""A load may take that many times its limit (the startup probe's budget, C44); beyond that it was no load."""
 
 REFUSED_EXIT = -1
 """Exit code of a pod that Failed without its engine having run, e.g. UnexpectedAdmissionError."""
@@ -111,13 +113,18 @@ def pod_key(pod: ObservedPod) -> str:
     return pod.uid[:_UID_CHARS]
 
 
+def longest_load(load_timeout_seconds: float) -> float:
+    """Seconds; a longer time from scheduled to Ready is no load but a pod that was not Ready for a while."""
+    return load_timeout_seconds * _LOAD_SLACK
+
+
 def record_pods(
     ledger: Ledger, pods: Iterable[ObservedPod], *, max_load_seconds: float, times: OperatorTimes
 ) -> Ledger:
     """With everything that these pods show and the ledger does not hold yet.
 
     Args:
-        max_load_seconds: a longer time from scheduled to Ready is no load but a pod that was not Ready for a while.
+        max_load_seconds: see longest_load.
     """
     ends = {(end.pod, end.at): end for end in ledger.ends}
     loads = {load.pod: load for load in ledger.loads}
@@ -125,7 +132,7 @@ def record_pods(
         end = _end_of(pod, times)
         if end is not None:
             ends.setdefault((end.pod, end.at), end)
-        load = _load_of(pod, max_load_seconds)
+        load = load_of(pod, max_load_seconds)
         if load is not None:
             loads.setdefault(load.pod, load)
     return replace(
@@ -195,6 +202,16 @@ def load_seconds(ledger: Ledger) -> list[float]:
     return [float(load.seconds) for load in ledger.loads]
 
 
+def load_of(pod: ObservedPod, max_load_seconds: float) -> LoadTime | None:
+    """Of a pod that is Ready and whose engine never ended; else None. See longest_load for the limit."""
+    if not pod.ready or pod.restart_count or pod.scheduled_at is None or pod.ready_changed_at is None:
+        return None
+    seconds = pod.ready_changed_at - pod.scheduled_at
+    if not 0 <= seconds <= max_load_seconds:
+        return None
+    return LoadTime(ready_at=int(pod.ready_changed_at), pod=pod_key(pod), seconds=int(seconds), plan_hash=pod.plan_hash)
+
+
 def ends_of(ledger: Ledger, pod: ObservedPod, *, since: float) -> list[EngineEnd]:
     """Ends of this pod's engine after `since`, oldest first."""
     key = pod_key(pod)
@@ -235,12 +252,3 @@ def _end_of(pod: ObservedPod, times: OperatorTimes) -> EngineEnd | None:
         plan_hash=end.plan_hash,
         reason=FOREIGN_MEMORY if end.foreign_bytes > times.foreign_bytes else end.reason,
     )
-
-
-def _load_of(pod: ObservedPod, max_load_seconds: float) -> LoadTime | None:
-    if not pod.ready or pod.restart_count or pod.scheduled_at is None or pod.ready_changed_at is None:
-        return None
-    seconds = pod.ready_changed_at - pod.scheduled_at
-    if not 0 <= seconds <= max_load_seconds:
-        return None
-    return LoadTime(ready_at=int(pod.ready_changed_at), pod=pod_key(pod), seconds=int(seconds), plan_hash=pod.plan_hash)

@@ -86,6 +86,17 @@ def describe_imbalance(note: ImbalanceNote, fleet: Fleet) -> str:
     return f"{text}: PEs send each image to the VE that by its own report is done first"
 
 
+def describe_pause(intent: Intent, fleet: Fleet) -> str:
+    """E.g. "spec.paused: no PE is created, drained or deleted; 2 whose drain had begun take no work and stay until spec.paused is
+    false (flash-4f2a9c01-7 on gpu-3, flash-4f2a9c01-8 on gpu-3)"."""
+    text = f"spec.paused: no {intent.noun} is created, drained or deleted"
+    draining = fleet.in_state(PodState.DRAINING)
+    if not draining:
+        return text
+    verb = "take no work and stay" if len(draining) > 1 else "takes no work and stays"
+    return f"{text}; {len(draining)} whose drain had begun {verb} until spec.paused is false ({_names(draining)})"
+
+
 def describe_pod(view: PodView) -> str:
     where = f" on {view.pod.node}" if view.pod.node else ""
     return f"{view.pod.name}{where}: {view.verdict.message or view.state}"

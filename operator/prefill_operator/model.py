@@ -195,7 +195,12 @@ class ReferenceNote:
 
 class RefusalReason(StrEnum):
     QUOTA_EXCEEDED = "QuotaExceeded"
+    FORBIDDEN = "Forbidden"
+    """By RBAC, Pod Security, another admission rule or webhook."""
     INVALID_OVERLAY = "InvalidOverlay"
+    """The pod is no valid object."""
+    OBJECT_REFUSED = "ObjectRefused"
+    """Another object of the pool is not, or its kind is not served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +215,22 @@ class CreateRefusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WriteRefusal:
+    """The API server's last refusal of a write that makes no pod. In memory only."""
+
+    at: float
+    reason: RefusalReason
+    kind: str
+    """Of the object, e.g. "ConfigMap"."""
+    name: str
+    message: str
+    is_withheld: bool
+    """An object of ours was refused (EnsureObject): until it is time to ask again, the rest of the pool goes on without it."""
+    generation: int
+    """Of the pool then: a changed spec is tried at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
     """Everything `decide` may look at."""
 
@@ -221,7 +242,10 @@ class Observed:
     children: tuple[ObservedChild, ...] = ()
     optional_kinds: frozenset[ChildKind] = frozenset()
     """Of SCALED_OBJECT, POD_MONITOR, NETWORK_POLICY: those that the cluster serves and the installation uses."""
+    forbidden_kinds: frozenset[ChildKind] = frozenset()
+    """Those that the installation may not use, whatever the cluster serves."""
     create_refusal: CreateRefusal | None = None
+    write_refusals: tuple[WriteRefusal, ...] = ()
     config_refusal: str = ""
     """Why rendering refused a part of the overlay; then no pod is created."""
     reference: ReferenceNote | None = None
@@ -238,8 +262,6 @@ class CreatePod:
     incarnation: int
     avoid_nodes: tuple[str, ...] = ()
     """Required nodeAffinity NotIn hostname; at most 8."""
-    prefer_node: str = ""
-    """Preferred nodeAffinity: a node being emptied for this pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

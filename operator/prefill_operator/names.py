@@ -102,6 +102,9 @@ class Reason(StrEnum):
     NO_ROOM_FOR_LARGER_EP = "NoRoomForLargerEP"
     QUOTA_EXCEEDED = "QuotaExceeded"
     INVALID_OVERLAY = "InvalidOverlay"
+    FORBIDDEN = "Forbidden"
+    OBJECT_REFUSED = "ObjectRefused"
+    STALLED = "Stalled"
     MINIMUM_EP = "MinimumEP"
     DEGRADED = "Degraded"
     ESCALATED = "Escalated"
@@ -162,6 +165,9 @@ CONDITION_REASONS: Mapping[ConditionType, frozenset[Reason]] = MappingProxyType(
                 Reason.NO_ROOM_FOR_LARGER_EP,
                 Reason.QUOTA_EXCEEDED,
                 Reason.INVALID_OVERLAY,
+                Reason.FORBIDDEN,
+                Reason.OBJECT_REFUSED,
+                Reason.STALLED,
                 Reason.PLAN_INFEASIBLE,
                 Reason.SPEC_INVALID,
             }

@@ -80,6 +80,7 @@ class Observer:
         *,
         policy: RenderPolicy,
         optional_kinds: frozenset[ChildKind],
+        forbidden_kinds: frozenset[ChildKind],
         model: ModelSpec,
         clock: Callable[[], float],
     ) -> None:
@@ -88,6 +89,7 @@ class Observer:
         self._engines = engines
         self._policy = policy
         self._optional_kinds = optional_kinds
+        self._forbidden_kinds = forbidden_kinds
         self._model = model
         self._clock = clock
         self._blueprints: dict[PoolKey, Blueprint] = {}
@@ -108,7 +110,9 @@ class Observer:
             nodes=nodes,
             children=(*self._view_children(key, pool, memory, blueprint), *blueprint.faults.values()),
             optional_kinds=self._optional_kinds - {ChildKind.HPA},
+            forbidden_kinds=self._forbidden_kinds,
             create_refusal=memory.create_refusal,
+            write_refusals=tuple(memory.refusals.values()),
             config_refusal=blueprint.refusal,
             reference=self._judge_reference(pool),
             load=self._engines.pool_load(key),

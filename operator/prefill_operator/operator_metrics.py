@@ -29,6 +29,9 @@ class OperatorMetrics:
         self._relists = Counter(
             "prefill_operator_watch_restarts", "Watches that began again with a LIST", ["resource"], registry=reg
         )
+        self._rounds = Counter(
+            "prefill_operator_resync_rounds", "Comparisons of the cache with the API server", registry=reg
+        )
         self._mismatches = Counter(
             "prefill_operator_resync_mismatch", "Objects that a watch had missed", ["resource"], registry=reg
         )
@@ -59,6 +62,9 @@ class OperatorMetrics:
 
     def count_relist(self, resource: str) -> None:
         self._relists.labels(resource=resource).inc()
+
+    def count_resync_round(self) -> None:
+        self._rounds.inc()
 
     def count_mismatches(self, resource: str, number: int) -> None:
         self._mismatches.labels(resource=resource).inc(number)

@@ -1,8 +1,9 @@
 """From the spec of a pool to what each of its pods is: EP, Engram place, bytes, revision; or the refusal with its sums.
 
 Pure and without a cluster; reconcile, `prefill-operator plan` and rendering start here. The byte model is that of
-prefill_plan.memory, which the engine checks again at start (k8s.md 4.3). The trap: an escalated EP floor is sticky, but only
-while the inputs of the plan are those it was found with (k8s.md 4.4).
+prefill_plan.memory; a rank on a GPU sums again at start, for what it really holds there (prefill_engine.memory_check), and the
+engine logs the hash it was given (k8s.md 4.3). The trap: an escalated EP floor is sticky, but only while the inputs of the plan
+are those it was found with (k8s.md 4.4).
 """
 
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ import msgspec
 from prefill_operator.api import Pool
 from prefill_operator.api_status import PlannedEngram, PlanSource
 from prefill_operator.gpu_products import gpu_bytes
+from prefill_operator.host_memory import engine_memory_bytes, kvd_memory_bytes
 from prefill_operator.model import ObservedNode
 from prefill_operator.names import Reason
 from prefill_operator.pool_api import (
@@ -69,12 +71,17 @@ class PoolPlan:
     """None where no memory is planned: CPU profile, test-tiny, VEPool."""
     kv_tokens_per_gpu: int | None = None
     host_bytes_per_pod: int = 0
-    """Host memory a PE needs: Engram copy, pools, shared memory, engine processes."""
+    """Host memory a PE needs, as its containers request it: Engram copy, pools, shared memory, engine processes, kvd."""
     hash: str = ""
     """Given to the engine as PLAN_HASH; comes back in its termination message."""
     revision: str = ""
     notes: tuple[str, ...] = ()
     """What the cluster does not have, e.g. no node with this product; informs only."""
+
+    @property
+    def engram_host_bytes(self) -> int:
+        """The PE's copy of the Engram tables in host memory; 0 when they are on GPUs or no memory is planned."""
+        return self.memory.host_bytes if self.memory is not None else 0
 
 
 def parse_floor(text: str | None) -> EPFloor | None:
@@ -89,7 +96,7 @@ def next_ep(spec: PrefillPoolSpec, ep: int) -> int | None:
     """The EP above this one that the spec allows; None at the top, and when the user fixed the size."""
     if spec.expert_parallel.fixed_size is not None:
         return None
-    return next((step for step in _allowed_steps(spec) if step > ep), None)
+    return next((step for step in allowed_steps(spec) if step > ep), None)
 
 
 def plan_pool(
@@ -107,14 +114,12 @@ def plan_pool(
     spec = pool.spec
     inputs = planner_inputs_hash(spec)
     lowest = floor.ep if floor and floor.inputs == inputs and spec.expert_parallel.fixed_size is None else 0
-    steps = tuple(step for step in _allowed_steps(spec) if step >= lowest)
-    if spec.engine.device is Device.CPU or spec.model.architecture is Architecture.TEST_TINY:
-        plan = _plan_without_memory(spec, steps, inputs)
-    else:
-        plan = _plan_with_memory(spec, steps, inputs, model)
+    steps = tuple(step for step in allowed_steps(spec) if step >= lowest)
+    has_sum = plans_memory(spec)
+    plan = _plan_with_memory(spec, steps, inputs, model) if has_sum else _plan_without_memory(spec, steps, inputs)
     if not plan.feasible:
         return plan
-    escalated = any(step < lowest for step in _allowed_steps(spec))
+    escalated = any(step < lowest for step in allowed_steps(spec))
     if escalated:
         message = f"EP {plan.ep}, raised after out-of-memory ends (floor {lowest}): {plan.message}"
         plan = replace(plan, source=PlanSource.ESCALATED, reason=Reason.ESCALATED, message=message)
@@ -127,11 +132,13 @@ def planner_inputs_hash(spec: PrefillPoolSpec) -> str:
     pools = (spec.kv_cache.host_pool, spec.kv_cache.swa_pool)
     sizes = (spec.gpu.reserved, *pools, spec.engine.memory_per_gpu, spec.engine.extra_shm)
     optional = (spec.gpu.memory, spec.gpu.host_memory_per_node, spec.kv_cache.budget_per_gpu)
-    # Absent where nobody encodes images, so that pools from before this field keep their EP floor.
+    # Absent where nobody encodes images or no kvd runs, so that pools from before these keep their EP floor.
     vision = {} if spec.vision.mode is VisionSource.NONE else {"vision": [spec.vision.mode, vision_shm_bytes(spec)]}
+    kvd = {"kvdBytes": kvd_memory_bytes(spec)} if spec.kvd.enabled else {}
     return digest_json(
         {
             **vision,
+            **kvd,
             "model": [spec.model.architecture, spec.model.name, spec.model.revision, spec.model.manifest_sha256],
             "device": [spec.engine.device, spec.cpu.pretend_gpus],
             "gpu": [spec.gpu.product, spec.gpu.per_node],
@@ -146,7 +153,8 @@ def planner_inputs_hash(spec: PrefillPoolSpec) -> str:
     )
 
 
-def _allowed_steps(spec: PrefillPoolSpec) -> tuple[int, ...]:
+def allowed_steps(spec: PrefillPoolSpec) -> tuple[int, ...]:
+    """EP sizes that the spec allows, ascending."""
     ep = spec.expert_parallel
     if ep.fixed_size is not None:
         return (ep.fixed_size,)
@@ -202,27 +210,18 @@ def _plan_without_memory(spec: PrefillPoolSpec, steps: tuple[int, ...], inputs: 
 
 
 def _plan_with_memory(spec: PrefillPoolSpec, steps: tuple[int, ...], inputs: str, model: ModelSpec) -> PoolPlan:
-    usable = quantity_bytes(spec.gpu.memory) if spec.gpu.memory is not None else None
-    if usable is None:
-        usable = gpu_bytes(spec.gpu.product or "")
-    if usable is None:
+    if usable_bytes(spec) is None:
         named = f'gpu.product "{spec.gpu.product}" is not in the table' if spec.gpu.product else "no gpu.product given"
         text = (
             f"{named}; set gpu.memory to what nvidia-smi reports as total, or use a known one: {', '.join(GPU_BYTES)}"
         )
         return _refused(spec, inputs, Reason.UNKNOWN_GPU, text)
     try:
-        choice = minimum_ep(
-            model,
-            usable_bytes=usable,
-            settings=plan_settings(spec, model),
-            engram_places=_engram_places(spec.engram.placement),
-            ep_sizes=steps,
-        )
+        options = memory_options(spec, steps, model=model)
     except PrefillError as error:
         return _refused(spec, inputs, Reason.SPEC_INVALID, error.message)
     short_of_host = ""
-    for option in choice.options:
+    for option in options:
         memory = _chosen_plan(option, allow_degraded=spec.expert_parallel.allow_degraded)
         if memory is None:
             continue
@@ -233,7 +232,7 @@ def _plan_with_memory(spec: PrefillPoolSpec, steps: tuple[int, ...], inputs: str
         short_of_host = short_of_host or f"{option.name} fits the GPU ({memory.explain()}), but {host_text}"
     if short_of_host:
         return _refused(spec, inputs, Reason.HOST_MEMORY_SHORT, short_of_host)
-    return _refused(spec, inputs, Reason.NO_EP_FITS, _explain_refusal(spec, choice.options))
+    return _refused(spec, inputs, Reason.NO_EP_FITS, _explain_refusal(spec, options))
 
 
 def _chosen_plan(option: MemoryOption, *, allow_degraded: bool) -> MemoryPlan | None:
@@ -265,7 +264,7 @@ def _accepted(spec: PrefillPoolSpec, inputs: str, memory: MemoryPlan, *, tier: s
         degraded=tier,
         memory=memory,
         kv_tokens_per_gpu=memory.max_pool_tokens if spec.kv_cache.fill_spare else memory.settings.pool_tokens,
-        host_bytes_per_pod=_host_bytes(spec, memory),
+        host_bytes_per_pod=_engine_bytes(spec, memory) + kvd_memory_bytes(spec),
     )
 
 
@@ -291,6 +290,30 @@ def plan_settings(spec: PrefillPoolSpec, model: ModelSpec) -> PlanSettings:
     )
 
 
+def plans_memory(spec: PrefillPoolSpec) -> bool:
+    """False in the CPU profile and for the tiny test model: the sums are those of the released model on GPUs (C27)."""
+    return spec.engine.device is not Device.CPU and spec.model.architecture is not Architecture.TEST_TINY
+
+
+def usable_bytes(spec: PrefillPoolSpec) -> int | None:
+    """Of one GPU, as its driver reports them; None for a product that is not in the table."""
+    return quantity_bytes(spec.gpu.memory) if spec.gpu.memory is not None else gpu_bytes(spec.gpu.product or "")
+
+
+def memory_options(spec: PrefillPoolSpec, steps: tuple[int, ...], *, model: ModelSpec) -> tuple[MemoryOption, ...]:
+    """The sum of every EP and Engram place that the spec allows, in the order of preference; none for an unknown GPU.
+
+    Raises:
+        PlanError, ConfigError: settings that no engine can have.
+    """
+    usable = usable_bytes(spec)
+    if usable is None:
+        return ()
+    places = _engram_places(spec.engram.placement)
+    settings = plan_settings(spec, model)
+    return minimum_ep(model, usable_bytes=usable, settings=settings, engram_places=places, ep_sizes=steps).options
+
+
 def _engram_places(placement: EngramPlacement) -> tuple[EngramPlace, ...]:
     match placement:
         case EngramPlacement.GPU:
@@ -301,21 +324,21 @@ def _engram_places(placement: EngramPlacement) -> tuple[EngramPlace, ...]:
             return (EngramPlace.GPU, EngramPlace.HOST)
 
 
-def _host_bytes(spec: PrefillPoolSpec, memory: MemoryPlan) -> int:
-    pools = quantity_bytes(spec.kv_cache.host_pool) + quantity_bytes(spec.kv_cache.swa_pool)
-    engine = memory.ep_size * quantity_bytes(spec.engine.memory_per_gpu)
-    return memory.host_bytes + pools + quantity_bytes(spec.engine.extra_shm) + vision_shm_bytes(spec) + engine
+def _engine_bytes(spec: PrefillPoolSpec, memory: MemoryPlan) -> int:
+    return engine_memory_bytes(spec, ep=memory.ep_size, engram_bytes=memory.host_bytes)
 
 
 def _check_host(spec: PrefillPoolSpec, memory: MemoryPlan) -> tuple[str, bool]:
     """The sum of host memory on a full node, and whether it fits what the user says a node has."""
     engines = max(1, spec.gpu.per_node // memory.ep_size)
-    each = _host_bytes(spec, memory)
-    text = f"host memory {engines} PEs x {each / 1e9:.1f} = {engines * each / 1e9:.1f} GB per node"
+    engine, sidecar = _engine_bytes(spec, memory), kvd_memory_bytes(spec)
+    need = engines * (engine + sidecar)
+    each = f"({engine / 1e9:.1f} engine + {sidecar / 1e9:.1f} kvd)" if sidecar else f"{engine / 1e9:.1f}"
+    text = f"host memory {engines} PEs x {each} = {need / 1e9:.1f} GB per node"
     if spec.gpu.host_memory_per_node is None:
         return text, True
     limit = quantity_bytes(spec.gpu.host_memory_per_node)
-    return f"{text}, limit {limit / 1e9:.1f} GB", engines * each <= limit
+    return f"{text}, limit {limit / 1e9:.1f} GB", need <= limit
 
 
 def _node_notes(spec: PrefillPoolSpec, gpus: int, nodes: tuple[ObservedNode, ...] | None) -> tuple[str, ...]:

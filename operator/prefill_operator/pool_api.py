@@ -210,9 +210,17 @@ class KvdVolume(ApiStruct):
     empty_dir: EmptyDirVolume | None = None
 
 
+class TlsSecretRef(ApiStruct):
+    """A Secret of type kubernetes.io/tls with ca.crt beside tls.crt and tls.key."""
+
+    name: str
+
+
 class KvdTransport(ApiStruct):
     kind: KvdTransportKind = KvdTransportKind.TCP
     require_rdma: bool = False
+    tls_secret_ref: TlsSecretRef | None = None
+    """None = plain TCP between kvds and to the directory."""
 
 
 class KvdSpec(ApiStruct):

@@ -8,6 +8,7 @@ status never tells of a moment that our own writes have ended.
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from prefill_operator.conditions import refuse_conditions
 from prefill_operator.decide import decide
 from prefill_operator.drain import Drains
 from prefill_operator.engine_watch import EngineWatch, WatchedEngine
-from prefill_operator.errors import ClusterUnavailable, LeaseLost
+from prefill_operator.errors import ClusterError, ClusterUnavailable, LeaseLost, RequestRejected
 from prefill_operator.model import Decision, PodPhase, seconds_since
 from prefill_operator.names import Kind
 from prefill_operator.observe import Observer, is_foreign_pod
@@ -111,13 +112,16 @@ class Reconciler:
         view = self._observer.observe(key, pool, memory)
         decision = decide(view.observed, view.plan, self._settings.times)
         target = Target(key=key, pool=pool, plan=view.plan, memory=memory, children=view.children)
-        num_tended = await self._tend_pods(target)
+        num_tended, untended, is_learned = await self._tend_pods(target)
         applied = await self._applier.apply(target, decision.actions)
+        if untended is not None:
+            applied = replace(applied, error=applied.error or untended, is_learned=applied.is_learned or is_learned)
         if applied.num_writes or applied.error is not None:
             logger.info("decided", extra={"pool": str(key), "reasons": decision.reasons, "writes": applied.num_writes})
         self._pool_metrics.set_status(key, pool, decision.status)
-        if applied.error is None:
-            self._pool_metrics.count_actions(key, pool, decision.actions, pods=view.observed.pods, now=self._clock())
+        self._pool_metrics.note_pods(key, pool, view.observed.pods)
+        done = decision.actions[: applied.num_done]
+        self._pool_metrics.count_actions(key, done, pods=view.observed.pods, now=self._clock())
         await self._settle(target, decision, applied, num_writes=num_tended + applied.num_writes)
 
     async def _settle(self, target: Target, decision: Decision, applied: Applied, *, num_writes: int) -> None:
@@ -125,6 +129,8 @@ class Reconciler:
         key, memory, error = target.key, target.memory, applied.error
         if applied.is_learned or (error is None and num_writes):
             memory.passes_in_a_row += 1
+            if isinstance(error, ClusterError):
+                self._metrics.count_error(key.kind, error.code)
             if memory.passes_in_a_row > MAX_PASSES_IN_A_ROW:
                 raise PrefillError(f"{key} does not settle: {memory.passes_in_a_row} passes in a row changed something")
             self._queue.add(key)
@@ -150,33 +156,47 @@ class Reconciler:
                 due.append(allowed)
         self._wake_at(target.key, min((when for when in due if when is not None), default=None))
 
-    async def _tend_pods(self, target: Target) -> int:
+    async def _tend_pods(self, target: Target) -> tuple[int, RequestRejected | None, bool]:
         """What the planner does not decide: adopts pods of ours that lost their owner, opens gates of engines that are
-        ready, notes which engines serve without their KV store.
+        ready, notes which engines serve without their KV store. A refusal stops neither other pods nor the planner.
 
         Returns:
-            The number of writes.
+            The number of writes, the last refusal, and whether there is a new one.
         """
-        num_writes = 0
+        num_writes, refusal, is_learned = 0, None, False
         for pod in self._cache.pods(target.key):
             if is_foreign_pod(pod, target.pool) or pod.observed.terminating_since is not None:
                 continue
-            if not pod.controller_uid:
-                await self._applier.adopt(target, pod)
-                num_writes += 1
-            if _may_open_gate(pod):
-                await self._applier.open_gate(target, pod)
-                num_writes += 1
-            is_degraded = self._engines.is_degraded(pod.observed.uid)
-            if is_degraded is not None and is_degraded != pod.observed.is_store_degraded:
-                await self._applier.note_store(target, pod, is_degraded=is_degraded)
-                num_writes += 1
+            try:
+                num_writes += await self._tend_pod(target, pod)
+            except RequestRejected as error:
+                refusal = error
+                is_learned |= self._applier.note_tended(target, pod, error)
+            else:
+                self._applier.note_tended(target, pod, None)
+        return num_writes, refusal, is_learned
+
+    async def _tend_pod(self, target: Target, pod: PodRecord) -> int:
+        num_writes = 0
+        if not pod.controller_uid:
+            await self._applier.adopt(target, pod)
+            num_writes += 1
+        if _may_open_gate(pod):
+            await self._applier.open_gate(target, pod)
+            num_writes += 1
+        is_degraded = self._engines.is_degraded(pod.observed.uid)
+        if is_degraded is not None and is_degraded != pod.observed.is_store_degraded:
+            await self._applier.note_store(target, pod, is_degraded=is_degraded)
+            num_writes += 1
         return num_writes
 
     def _resume_drains(self, key: PoolKey, pool: Pool) -> None:
-        """Calls engines whose pods say that they drain and that this process has not called (k8s.md 4.7)."""
+        """Calls engines whose pods say that they drain and that this process has not called (k8s.md 4.7). Of a paused pool no
+        further one is called: no drain begins there, and none ends in a deletion."""
         draining = [pod for pod in self._cache.pods(key) if pod.observed.draining_since is not None]
         self._drains.keep_only(key, [pod.observed.uid for pod in draining])
+        if pool.spec.paused:
+            return
         for pod in draining:
             if pod.observed.terminating_since is None and not is_foreign_pod(pod, pool):
                 elapsed = seconds_since(pod.observed.draining_since, self._clock())
@@ -206,9 +226,7 @@ class Reconciler:
         body: dict[str, Any] = msgspec.json.decode(record.body)
         status = _known_status(record.key.kind, body)
         generation = body["metadata"].get("generation", 0)
-        conditions = refuse_conditions(
-            status.conditions, generation=generation, message=record.fault.message, now=self._clock()
-        )
+        conditions = refuse_conditions(status.conditions, generation=generation, fault=record.fault, now=self._clock())
         new = msgspec.structs.replace(status, observed_generation=generation, conditions=conditions)
         if new != status:
             await self._applier.write_refusal(record.key, record.uid, new)

@@ -15,8 +15,8 @@ from prefill_operator.render_container import (
     mounts,
     probes,
 )
-from prefill_operator.render_engine import check_arguments
 from prefill_operator.render_volumes import MountedVolume
+from prefill_operator.reserved_arguments import ENCODER_SETTINGS, check_arguments
 from prefill_operator.ve_api import VEPoolSpec
 from prefill_plan.config import Device
 
@@ -27,25 +27,10 @@ _SHM_SLACK_BYTES = 64 << 20
 _CANVAS_SHARE = 4
 """Waiting images take at most this part of encoder.memory: decoders, tower and rows live of the rest."""
 
-_RESERVED_SETTINGS = (
-    "batching.max_delay_milliseconds",
-    "batching.max_patches_per_batch",
-    "batching.max_patches_per_image",
-    "device=",
-    "model.path",
-    "queue.max_patches",
-    "server.drain_seconds",
-    "server.host",
-    "server.load_timeout_seconds",
-    "server.metrics_port",
-    "server.port",
-    "server.probe_port",
-)
-
 
 def render_encoder(spec: VEPoolSpec, volumes: tuple[MountedVolume, ...]) -> Manifest:
     """Raises PoolInvalid for arguments that contradict the operator's, and for a queue that the memory cannot hold."""
-    check_arguments(spec.encoder.args, field="spec.encoder.args", reserved=_RESERVED_SETTINGS)
+    check_arguments(spec.encoder.args, field="spec.encoder.args", settings=ENCODER_SETTINGS)
     _check_queue(spec)
     lifecycle = spec.lifecycle
     on_gpu = spec.encoder.device is Device.GPU

@@ -1,17 +1,16 @@
-"""The engine container of a PrefillPool's pod, and the host memory it needs (k8s.md 4.3)."""
+"""The engine container of a PrefillPool's pod."""
 
 import math
 
 from prefill_operator.api_parts import Resources
 from prefill_operator.engine_config import CONFIG_DIR, ENGINE_CONFIG_FILE, engine_arguments
-from prefill_operator.errors import PoolInvalid
+from prefill_operator.host_memory import engine_memory_bytes
 from prefill_operator.manifest import Manifest
 from prefill_operator.names import ENGINE_CONTAINER
 from prefill_operator.plan import PoolPlan
 from prefill_operator.pool_api import PrefillPoolSpec
-from prefill_operator.pool_vision import vision_shm_bytes
 from prefill_operator.ports import HANDOFF_PORT, HANDOFF_PORT_NAME
-from prefill_operator.quantity import quantity_bytes, quantity_value
+from prefill_operator.quantity import quantity_value
 from prefill_operator.render_container import (
     container_port,
     container_ports,
@@ -23,33 +22,15 @@ from prefill_operator.render_container import (
     probes,
 )
 from prefill_operator.render_volumes import MountedVolume
+from prefill_operator.reserved_arguments import ENGINE_SETTINGS, check_arguments
 from prefill_plan.config import Device
-from prefill_plan.kvd_config import JOURNAL_ROOM_BYTES
 
 ENGINE_SERVICE = "pe.v1.PrefillEngine"
-
-# What only the operator may set: pods, probes and the plan depend on it.
-_RESERVED_OPTIONS = ("--config", "--model", "--ready-file", "--termination-log")
-_RESERVED_SETTINGS = (
-    "device=",
-    "handoff.data_port",
-    "kv.pool_tokens",
-    "kvd.socket",
-    "model.path",
-    "parallel.",
-    "server.drain_seconds",
-    "server.host",
-    "server.load_timeout_seconds",
-    "server.metrics_port",
-    "server.port",
-    "server.probe_port",
-    "vision.",
-)
 
 
 def render_engine(spec: PrefillPoolSpec, plan: PoolPlan, volumes: tuple[MountedVolume, ...]) -> Manifest:
     """Raises PoolInvalid for engine arguments that contradict the operator's."""
-    check_arguments(spec.engine.args, field="spec.engine.args")
+    check_arguments(spec.engine.args, field="spec.engine.args", settings=ENGINE_SETTINGS)
     lifecycle = spec.lifecycle
     arguments = ["serve", "--config", f"{CONFIG_DIR}/{ENGINE_CONFIG_FILE}"]
     arguments += engine_arguments(
@@ -73,48 +54,6 @@ def render_engine(spec: PrefillPoolSpec, plan: PoolPlan, volumes: tuple[MountedV
     }
 
 
-def engine_memory_bytes(spec: PrefillPoolSpec, plan: PoolPlan) -> int:
-    """Host memory of the engine container: its processes, the Engram copy, rows of images, and the pools unless kvd holds
-    them."""
-    processes = plan.ep * quantity_bytes(spec.engine.memory_per_gpu)
-    engram = plan.memory.host_bytes if plan.memory is not None else 0
-    pools = 0 if spec.kvd.enabled else pool_bytes(spec)
-    return processes + engram + pools + quantity_bytes(spec.engine.extra_shm) + vision_shm_bytes(spec)
-
-
-def pool_bytes(spec: PrefillPoolSpec) -> int:
-    """Host memory for KV blocks and window snapshots; kvd's may be given on its own."""
-    if spec.kvd.enabled and spec.kvd.pool_size is not None:
-        return quantity_bytes(spec.kvd.pool_size)
-    return quantity_bytes(spec.kv_cache.host_pool) + quantity_bytes(spec.kv_cache.swa_pool)
-
-
-def kvd_memory_bytes(spec: PrefillPoolSpec) -> int:
-    """Host memory of the sidecar, its pool included: pages of /dev/shm count where they were first touched."""
-    return quantity_bytes(spec.kvd.memory) + pool_bytes(spec) if spec.kvd.enabled else 0
-
-
-def shm_text(spec: PrefillPoolSpec) -> str:
-    """Size of the pod's /dev/shm: the pools, rows of images, and extraShm. A pool of kvd needs room for its lease journal beside
-    it, whatever extraShm says."""
-    extra = max(quantity_bytes(spec.engine.extra_shm), 2 * JOURNAL_ROOM_BYTES if spec.kvd.enabled else 0)
-    return memory_text(pool_bytes(spec) + extra + vision_shm_bytes(spec))
-
-
-def check_arguments(arguments: tuple[str, ...], *, field: str, reserved: tuple[str, ...] = _RESERVED_SETTINGS) -> None:
-    """Raises PoolInvalid for an argument that would replace one of the operator's. reserved: beginnings of settings."""
-    previous = ""
-    for index, argument in enumerate(arguments):
-        option, _, value = argument.partition("=")
-        where = f"{field}[{index}]"
-        if option in _RESERVED_OPTIONS:
-            raise PoolInvalid(where, value=argument, rule="is set by the operator")
-        setting = value if option == "--set" else argument if previous == "--set" else ""
-        if setting.startswith(reserved):
-            raise PoolInvalid(where, value=setting, rule="is set by the operator, from other fields of the spec")
-        previous = argument
-
-
 def _resources(spec: PrefillPoolSpec, plan: PoolPlan) -> Manifest:
     devices: dict[str, int | str] = {}
     if plan.gpus:
@@ -124,7 +63,7 @@ def _resources(spec: PrefillPoolSpec, plan: PoolPlan) -> Manifest:
     if spec.engine.resources is not None:
         given = spec.engine.resources
         return {"requests": {**given.requests, **devices}, "limits": {**given.limits, **devices}}
-    memory = memory_text(engine_memory_bytes(spec, plan))
+    memory = memory_text(engine_memory_bytes(spec, ep=plan.ep, engram_bytes=plan.engram_host_bytes))
     # No CPU limit: loading may use what the node has to spare, and throttling stalls a step.
     return {
         "requests": {"cpu": plan.ep * spec.engine.cpu_per_gpu, "memory": memory, **devices},

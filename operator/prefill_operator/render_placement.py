@@ -63,18 +63,10 @@ def _preferred(term: Manifest) -> Manifest:
 
 
 def _node_affinity(create: CreatePod) -> Manifest:
-    affinity: Manifest = {}
-    if create.avoid_nodes:
-        term = {"matchExpressions": [_on_nodes("NotIn", sorted(create.avoid_nodes))]}
-        affinity["requiredDuringSchedulingIgnoredDuringExecution"] = {"nodeSelectorTerms": [term]}
-    if create.prefer_node:
-        term = {"matchExpressions": [_on_nodes("In", [create.prefer_node])]}
-        affinity["preferredDuringSchedulingIgnoredDuringExecution"] = [{"weight": _WEIGHT, "preference": term}]
-    return affinity
-
-
-def _on_nodes(operator: str, nodes: list[str]) -> Manifest:
-    return {"key": _HOSTNAME_LABEL, "operator": operator, "values": nodes}
+    if not create.avoid_nodes:
+        return {}
+    nodes = {"key": _HOSTNAME_LABEL, "operator": "NotIn", "values": sorted(create.avoid_nodes)}
+    return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": [nodes]}]}}
 
 
 def _tolerations(scheduling: SchedulingSpec) -> list[Manifest]:

@@ -8,6 +8,7 @@ import copy
 
 from prefill_operator.api import Pool
 from prefill_operator.errors import PoolInvalid
+from prefill_operator.host_memory import shm_bytes
 from prefill_operator.manifest import Manifest, object_metadata
 from prefill_operator.model import CreatePod
 from prefill_operator.names import (
@@ -23,9 +24,9 @@ from prefill_operator.names import (
 from prefill_operator.overlay import apply_overlay
 from prefill_operator.plan import PoolPlan
 from prefill_operator.pool_api import KvdStore, MountMode, PrefillPoolSpec
-from prefill_operator.render_container import grace_seconds, pod_security
+from prefill_operator.render_container import grace_seconds, memory_text, pod_security
 from prefill_operator.render_encoder import encoder_shm_text, render_encoder
-from prefill_operator.render_engine import render_engine, shm_text
+from prefill_operator.render_engine import render_engine
 from prefill_operator.render_placement import render_placement
 from prefill_operator.render_policy import RenderPolicy
 from prefill_operator.render_sidecar import (
@@ -111,7 +112,7 @@ def _engine_parts(spec: PrefillPoolSpec, plan: PoolPlan, config: MountedVolume, 
     model = pe_model_volume(pvc=source.pvc, host_path=source.host_path, three_fs=source.three_fs, policy=policy)
     shares_node_ipc = _shares_node_ipc(spec)
     # In the node's IPC namespace /dev/shm is the node's: 3FS's client there must see our segments.
-    shm = () if shares_node_ipc else (shm_volume(shm_text(spec)),)
+    shm = () if shares_node_ipc else (shm_volume(memory_text(shm_bytes(spec))),)
     engine_volumes = (config, model, *shm, tmp_volume(ENGINE_CONTAINER))
     parts: Manifest = {}
     sidecars: list[Manifest] = []

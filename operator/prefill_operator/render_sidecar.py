@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 import msgspec
 
 from prefill_operator.engine_config import CONFIG_DIR, KVD_SOCKET, model_path
+from prefill_operator.host_memory import kvd_memory_bytes, pool_bytes
 from prefill_operator.manifest import Manifest
 from prefill_operator.names import ENGINE_CONTAINER, KVD_CONTAINER, WEIGHTS_MOUNT_CONTAINER
 from prefill_operator.overlay import user_of
@@ -20,6 +21,7 @@ from prefill_operator.pool_api import (
     MountMode,
     PrefillPoolSpec,
     SecretKeyRef,
+    TlsSecretRef,
     WeightsMountMode,
 )
 from prefill_operator.ports import (
@@ -41,7 +43,6 @@ from prefill_operator.render_container import (
     mounts,
     pod_env,
 )
-from prefill_operator.render_engine import kvd_memory_bytes, pool_bytes
 from prefill_operator.render_policy import RenderPolicy
 from prefill_operator.render_volumes import MountedVolume, kvd_store_volume, tmp_volume
 from prefill_plan.kvd_config import KvdConfig
@@ -61,6 +62,13 @@ _SECRET_MODE = 0o440
 _STARTUP_PERIOD_SECONDS = 2
 # kvd itself gives up on an optional store when startupTimeoutSeconds are over; the probe must not kill it before.
 _STARTUP_SLACK_SECONDS = 30
+_TLS_DIR = f"/run/secrets/{KVD_CONTAINER}-tls"
+# TlsConfig's field -> key of the Secret, and name of the file.
+_TLS_FILES = (("certificate", "tls.crt"), ("key", "tls.key"), ("authority", "ca.crt"))
+# Of an emptyDir, kept free of segments: what a restarted kvd writes before it has measured what is there, whole blocks of the
+# file system, directories, leftovers of a kvd that was killed. A small volume gives at most half.
+_STORE_ROOM_SHARE = 16
+_STORE_ROOM_LEAST_BYTES = 256 << 20
 
 
 def kvd_socket_volume() -> MountedVolume:
@@ -76,6 +84,8 @@ def kvd_volumes(kvd: KvdSpec, policy: RenderPolicy) -> tuple[MountedVolume, ...]
         PoolInvalid: a host path or a privileged mount that the policy does not allow.
     """
     volumes = [tmp_volume(KVD_CONTAINER), kvd_socket_volume()]
+    if kvd.transport.tls_secret_ref is not None:
+        volumes.append(_tls_volume(kvd.transport.tls_secret_ref))
     if kvd.store is KvdStore.FILE:
         assert kvd.volume is not None
         assert kvd.path is not None
@@ -147,11 +157,12 @@ def kvd_config_files(spec: PrefillPoolSpec) -> dict[str, str]:
         "snapshot_bytes": _snapshot_bytes(spec),
         "required": kvd.required,
         "startup_timeout_seconds": kvd.startup_timeout_seconds,
-        "store": {"kind": str(kvd.store), "path": kvd.path or ""},
+        "store": {"kind": str(kvd.store), "path": kvd.path or "", **_store_limit(kvd)},
         "transport": {
             "kind": str(kvd.transport.kind).lower(),
             "port": KVD_PEER_PORT,
             "require_rdma": kvd.transport.require_rdma,
+            **_tls_files(kvd),
         },
         "directory": {"address": kvd.directory_address or ""},
     }
@@ -236,6 +247,24 @@ def _snapshot_bytes(spec: PrefillPoolSpec) -> int:
     return pool_bytes(spec) * snapshots // max(1, blocks + snapshots)
 
 
+def _store_limit(kvd: KvdSpec) -> dict[str, int]:
+    """max_bytes of a store in an emptyDir, below its sizeLimit: beyond that the kubelet evicts the pod. Empty = the medium's free
+    space counts, as on other volumes and in an emptyDir without a limit."""
+    empty_dir = kvd.volume.empty_dir if kvd.store is KvdStore.FILE and kvd.volume is not None else None
+    if empty_dir is None or empty_dir.size_limit is None:
+        return {}
+    limit = quantity_bytes(empty_dir.size_limit)
+    room = max(limit // _STORE_ROOM_SHARE, min(_STORE_ROOM_LEAST_BYTES, limit // 2))
+    return {"max_bytes": limit - room}
+
+
+def _tls_files(kvd: KvdSpec) -> dict[str, dict[str, str]]:
+    """For peers and the directory alike; empty = plain TCP, as rendered before there was a choice."""
+    if kvd.transport.tls_secret_ref is None:
+        return {}
+    return {"tls": {field: f"{_TLS_DIR}/{name}" for field, name in _TLS_FILES}}
+
+
 def _kvd_devices(spec: PrefillPoolSpec) -> dict[str, int]:
     devices = {spec.kvd.fuse_device_resource: 1} if spec.kvd.fuse_device_resource else {}
     if spec.kvd.transport.kind is KvdTransportKind.NIXL and spec.network.rdma_resource_name:
@@ -290,6 +319,13 @@ def _token_volume(container: str, token: SecretKeyRef) -> MountedVolume:
     source = {"secret": {"secretName": token.name, "items": items, "defaultMode": _SECRET_MODE}}
     mount = {"mountPath": str(PurePosixPath(_token_path(container)).parent), "readOnly": True}
     return MountedVolume(name=f"{container}-token", source=source, mount=mount)
+
+
+def _tls_volume(secret: TlsSecretRef) -> MountedVolume:
+    """Named keys, so that the kubelet says which one a Secret lacks."""
+    items = [{"key": name, "path": name} for _, name in _TLS_FILES]
+    source = {"secret": {"secretName": secret.name, "items": items, "defaultMode": _SECRET_MODE}}
+    return MountedVolume(name=f"{KVD_CONTAINER}-tls", source=source, mount={"mountPath": _TLS_DIR, "readOnly": True})
 
 
 def _token_path(container: str) -> str:

@@ -96,7 +96,9 @@ class Resync:
             }
         if any(suspects.values()):
             await self._sleep(GRACE_SECONDS)
-        return sum([await self._repair(resource, names) for resource, names in suspects.items()])
+        missed = sum([await self._repair(resource, names) for resource, names in suspects.items()])
+        self._metrics.count_resync_round()
+        return missed
 
     async def _repair(self, resource: Resource, suspects: Mapping[ObjectId, Version | None]) -> int:
         """Fetches what still is as it was before the LIST. Returns how many objects had been missed."""

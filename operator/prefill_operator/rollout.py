@@ -52,7 +52,6 @@ class Situation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStep:
     creates: int = 0
-    prefer_node: str = ""
     deletes: tuple[Removal, ...] = ()
     drains: tuple[Removal, ...] = ()
     missing: int = 0
@@ -108,7 +107,6 @@ def plan_rollout(fleet: Fleet, situation: Situation) -> RolloutStep:
     num_active = len(groups.staying)
     return RolloutStep(
         creates=0 if situation.is_create_blocked else creates,
-        prefer_node=choice.node if choice else "",
         deletes=tuple(groups.deletes),
         drains=tuple(drains),
         missing=missing,

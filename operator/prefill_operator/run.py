@@ -19,7 +19,7 @@ from prefill_operator.errors import LeaseLost
 from prefill_operator.handlers import run_kopf
 from prefill_operator.health import Health, HealthServer
 from prefill_operator.json_log import setup_logging
-from prefill_operator.leader import Leader, build_leader, find_resources
+from prefill_operator.leader import Leader, build_leader, find_resources, wait_for_other_kinds
 from prefill_operator.lease import LeaderLease, boot_seconds
 from prefill_operator.operator_metrics import OperatorMetrics
 from prefill_operator.settings import OperatorSettings
@@ -111,10 +111,12 @@ class _Process:
         feeders = [self._start(leader.resync.keep(), "resync"), self._start(leader.engines.keep(), "engines")]
         writers = [*workers, *feeders, keeping]
         watching = self._start(self._watch(leader), "watches")
-        await asyncio.wait([stop, watching, *writers], return_when=asyncio.FIRST_COMPLETED)
+        noticing = self._start(self._notice_kinds(leader), "kinds")
+        await asyncio.wait([stop, watching, noticing, *writers], return_when=asyncio.FIRST_COMPLETED)
         code = await self._leave(writers)
         await leader.drains.close()
-        return max(code, await _end([watching]))
+        is_noticed = noticing.done() and noticing.exception() is None
+        return max(code, await _end([watching] if is_noticed else [watching, noticing]))
 
     async def _prepare(self) -> Leader:
         resources = await find_resources(self._cluster, self._settings)
@@ -138,6 +140,11 @@ class _Process:
             identity=self._settings.identity,
             on_start=self._catch_signals,
         )
+
+    async def _notice_kinds(self, leader: Leader) -> None:
+        """Ends when other watches are needed, and with it this process: the next leader finds them at its start."""
+        kinds = await wait_for_other_kinds(self._cluster, self._settings, leader.resources)
+        logger.info("the cluster serves other kinds; leaving the lead to start anew", extra={"kinds": kinds})
 
     async def _leave(self, writers: Iterable[_Task]) -> int:
         """Ends what may write, then lets others lead."""

@@ -20,7 +20,6 @@ _OTHER_ORDER = 4
 class NodeChoice:
     """A node to be emptied for one larger pod, or the arithmetic why there is none."""
 
-    node: str = ""
     victims: tuple[PodView, ...] = ()
     message: str = ""
 
@@ -109,7 +108,7 @@ def choose_node_to_empty(
     if num_available > spare_pods:
         spared = f"emptying {name} takes {num_available} serving {noun}s, only {max(0, spare_pods)} can be spared"
         return NodeChoice(message=f"a {noun} needs {gpus} GPUs on one node; {spared}")
-    return NodeChoice(node=name, victims=victims)
+    return NodeChoice(victims=victims)
 
 
 def has_free_node(nodes: Sequence[ObservedNode], *, gpus: int, product: str) -> bool:

@@ -62,6 +62,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "address without scheme": ({"autoscaling": {"prometheus": {"serverAddress": "prometheus:9090"}}}, "serverAddress"),
     "prefix with a way out": ({"security": {"allowedHostPathPrefixes": ["/mnt/../etc"]}}, "allowedHostPathPrefixes"),
     "relative prefix": ({"security": {"allowedHostPathPrefixes": ["mnt"]}}, "allowedHostPathPrefixes"),
+    "directory without two ports": (
+        {"directory": {"enabled": True, "port": 9000, "metricsPort": 9000}},
+        "directory.metricsPort",
+    ),
+    "directory on a port of root's": ({"directory": {"port": 80}}, "port"),
     "interval without unit": ({"metrics": {"serviceMonitor": {"interval": "15"}}}, "interval"),
     "horizon beyond a day": ({"autoscaling": {"forecast": {"horizonSeconds": 90000}}}, "horizonSeconds"),
     "lease shorter than its renewal": ({"leaderElection": {"leaseDurationSeconds": 8}}, "leaseDurationSeconds"),
@@ -121,13 +126,12 @@ def test_operator_replicas_survive_node_drains() -> None:
 
 def test_selector_is_frozen() -> None:
     """The selector of a Deployment is immutable: an upgrade that changes it fails (k8s.md 2, row 16)."""
-    (deployment,) = by_kind(render(EVERYTHING), "Deployment").values()
-
-    assert deployment["spec"]["selector"]["matchLabels"] == {
-        "app.kubernetes.io/name": "prefill",
-        "app.kubernetes.io/instance": RELEASE,
-        "app.kubernetes.io/component": "operator",
-    }
+    for name, component in (("prefill", "operator"), ("prefill-directory", "directory")):
+        assert by_kind(render(EVERYTHING), "Deployment")[name]["spec"]["selector"]["matchLabels"] == {
+            "app.kubernetes.io/name": "prefill",
+            "app.kubernetes.io/instance": RELEASE,
+            "app.kubernetes.io/component": component,
+        }
 
 
 def test_image_is_named_by_digest_tag_or_version() -> None:
@@ -145,7 +149,7 @@ def test_changed_settings_restart_the_operator() -> None:
 
 
 def test_every_port_that_is_named_exists() -> None:
-    objects = render(EVERYTHING)
+    objects = render({**EVERYTHING, "directory": {"enabled": False}})
     container = operator_container(objects)
     named = {container[probe]["httpGet"]["port"] for probe in ("livenessProbe", "readinessProbe")}
     named |= {

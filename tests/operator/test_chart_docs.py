@@ -13,7 +13,7 @@ from prefill_operator.failures import PodState
 from prefill_operator.manifest_check import check_manifest
 from prefill_operator.names import CONDITION_REASONS, ConditionType, EventReason, Kind, Reason
 from prefill_operator.render_autoscaling import FORECAST_SERIES, PATCHES, SERIES
-from prefill_testing.chart import CHART, EVERYTHING, ROOT, load_tool, merged, render, rule_groups
+from prefill_testing.chart import CHART, EVERYTHING, ROOT, load_tool, merged, operator_container, render, rule_groups
 
 DOCS = ROOT / "docs"
 VALUES = (CHART / "values.yaml").read_text()
@@ -110,6 +110,23 @@ def test_links_between_documents_lead_somewhere() -> None:
     for path in [*DOCS.glob("*.md"), CHART / "README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_quick_start_installs_the_images_that_it_pushes() -> None:
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    (operator, engine) = re.findall(r"^skopeo copy docker-archive:\S+ docker://(\S+)$", text, re.MULTILINE)
+    (install,) = re.findall(r"^helm install prefill charts/prefill (.+)$", text, re.MULTILINE)
+    values: dict[str, Any] = {}
+    for path, value in re.findall(r"--set ([\w.]+)=(\S+)", install):
+        part, name = path.split(".")
+        values.setdefault(part, {})[name] = value
+    assert operator_container(render(values))["image"] == operator
+
+    ((placeholder, ours),) = re.findall(r'sed "s#([^#]+)#([^#]+)#" examples/', text)
+    assert ours == engine
+    for path in (ROOT / "examples").glob("*.yaml"):
+        assert set(re.findall(r"\S+/prefill-engine\S*", path.read_text())) <= {placeholder}
+        assert placeholder in path.read_text()
 
 
 def _yaml_blocks(name: str) -> list[Any]:

@@ -92,6 +92,27 @@ def test_plan_shows_sums_spares_and_revision(capsys: pytest.CaptureFixture[str])
     assert "shortages a year" in text
 
 
+@pytest.mark.parametrize(("placement", "places"), [("Auto", "gpu host"), ("Host", "host"), ("GPU", "gpu")])
+def test_plan_shows_the_sums_of_allowed_engram_places_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], placement: str, places: str
+) -> None:
+    main(["plan", "-f", _write(tmp_path, _changed(engram={"placement": placement}))])
+
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  EP ")]
+    assert [row[1:3] for row in rows] == [[ep, place] for ep in ("2", "4", "8") for place in places.split()]
+
+
+def test_plan_of_the_tiny_model_shows_no_sums_of_the_released_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {**PREFILL_BODY["spec"]["model"], "architecture": "test-tiny"}
+
+    assert main(["plan", "-f", _write(tmp_path, _changed(model=model))]) == 0
+    text = capsys.readouterr().out
+    assert "GB per GPU" not in text
+    assert "no sum: architecture test-tiny is not planned" in text
+
+
 def test_plan_says_that_a_cpu_pool_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "-f", str(EXAMPLES / "laptop.yaml"), *ALLOW]) == 0
 
@@ -115,8 +136,15 @@ def test_plan_for_machines_says_the_same(capsys: pytest.CaptureFixture[str]) -> 
             {"gpu": {"product": "NVIDIA-H200", "hostMemoryPerNode": "300Gi"}, "expertParallel": {"size": 4}},
             "limit 322.1",
         ),
+        (
+            {
+                "gpu": {"product": "NVIDIA-H200", "hostMemoryPerNode": "1Ti"},
+                "kvd": {"enabled": True, "image": "kvd:1", "poolSize": "900Gi"},
+            },
+            "engine + 983.5 kvd) = ",
+        ),
     ],
-    ids=["too-small", "unknown", "host-memory"],
+    ids=["too-small", "unknown", "host-memory", "kvd"],
 )
 def test_plan_without_a_fit_shows_the_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: dict[str, Any], words: str

@@ -7,6 +7,7 @@ import pytest
 from prefill_operator.api_parts import Actuator
 from prefill_operator.api_status import Condition, ConditionStatus
 from prefill_operator.conditions import refuse_conditions
+from prefill_operator.errors import PoolInvalid
 from prefill_operator.model import ChildKind, LoadProgress, ObservedChild
 from prefill_operator.names import CONDITION_REASONS, ConditionType, Reason
 from prefill_operator.pool_api import MetricName, PoolAutoscaling, PoolMetric
@@ -70,6 +71,34 @@ def test_conditions_tell_the_truth(name: str, expected: dict[str, str]) -> None:
     cluster = situations()[name]
     cluster.run_pass()
     assert {kind: cluster.condition(kind).status for kind in expected} == expected
+
+
+def test_nothing_progresses_while_no_pod_of_the_revision_can_come_up() -> None:
+    nodes = {"gpu-0": NodeModel()}
+    cluster = ClusterModel(pool=make_pool(make_spec(replicas=4)), nodes=nodes, load_seconds=1, failing_exit=10)
+    cluster.run_pass()
+    cluster.advance(2)
+    cluster.run_pass()
+    found = cluster.condition("Progressing")
+    assert (found.status, found.reason) == ("False", "Stalled")
+    assert "no pod of this revision came up" in found.message
+    assert cluster.condition("Stalled").status == "True"
+    cluster.failing_exit = None
+    cluster.edit(engine=ENGINE_B)
+    cluster.settle()
+    assert cluster.condition("Progressing").status == "True"
+
+
+def test_nothing_progresses_while_we_refuse_the_overlay_and_pods_are_missing() -> None:
+    cluster = running(2)
+    refused = "podTemplate.spec.hostPID is not allowed"
+    cluster.run_pass(replace(cluster.observe(), config_refusal=refused))
+    assert cluster.condition("Progressing").reason == "Complete", "all that is wanted is there"
+    cluster.edit(replicas=3)
+    cluster.run_pass(replace(cluster.observe(), config_refusal=refused))
+    found = cluster.condition("Progressing")
+    assert (found.status, found.reason) == ("False", "InvalidOverlay")
+    assert found.message.startswith(f"no PE is made: {refused}; 2/3 ready")
 
 
 def test_transition_time_moves_only_when_the_status_flips() -> None:
@@ -215,7 +244,8 @@ def test_plan_is_kept_in_the_status_while_it_is_infeasible() -> None:
 def test_refused_spec_sets_all_eight_and_keeps_what_is_known() -> None:
     cluster = running()
     message = "spec.gpu.memory is 5: must be above 8Gi"
-    conditions = refuse_conditions(cluster.pool.status.conditions, generation=7, message=message, now=cluster.now + 9)
+    fault = PoolInvalid("spec.gpu.memory", value=5, rule="must be above 8Gi")
+    conditions = refuse_conditions(cluster.pool.status.conditions, generation=7, fault=fault, now=cluster.now + 9)
     by_type = {condition.type: condition for condition in conditions}
     assert list(by_type) == list(ConditionType)
     for kind in ("Ready", "PlanFeasible", "Progressing"):
@@ -226,7 +256,8 @@ def test_refused_spec_sets_all_eight_and_keeps_what_is_known() -> None:
 
 
 def test_refused_spec_of_a_new_pool_knows_nothing() -> None:
-    conditions: tuple[Condition, ...] = refuse_conditions((), generation=1, message="bad", now=1_000_000.0)
+    fault = PoolInvalid("spec.gpu", value=None, rule="bad")
+    conditions: tuple[Condition, ...] = refuse_conditions((), generation=1, fault=fault, now=1_000_000.0)
     by_type = {condition.type: condition for condition in conditions}
     assert list(by_type) == list(ConditionType)
     assert by_type["Available"].status is ConditionStatus.UNKNOWN

@@ -18,6 +18,7 @@ from prefill_operator.model import ChildKind
 from prefill_operator.names import Kind
 from prefill_operator.operator_metrics import OperatorMetrics
 from prefill_operator.resources import CHILDREN, NODES, PODS, POOLS, Json
+from prefill_operator.resync import GRACE_SECONDS
 from prefill_operator.settings import OperatorSettings
 from prefill_testing.fake_api import Fault
 from prefill_testing.fake_cluster import FakeEngines, FakeNodes
@@ -234,6 +235,9 @@ def test_kopf_is_told_to_keep_out_of_the_way() -> None:
     assert not settings.posting.enabled
     assert settings.watching.server_timeout == 300
     assert settings.networking.request_timeout == 30
+    assert max(settings.networking.error_backoffs) < GRACE_SECONDS / 2, (
+        "a watch is back before the resync calls it dead"
+    )
     assert settings.process.ultimate_exiting_timeout == 20
     assert not settings.watching.initial_streaming
     assert settings.queueing.worker_limit is None

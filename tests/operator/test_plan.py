@@ -17,6 +17,7 @@ from prefill_operator.pool_api import (
     ExpertParallelSpec,
     GpuSpec,
     KvCacheSpec,
+    KvdSpec,
     ModelBlock,
     PrefillPoolSpec,
 )
@@ -164,6 +165,41 @@ def test_plan_counts_host_memory_of_one_pe() -> None:
     found = plan(flash())
     pools = (64 + 16 + 4 + 4 * 32) * 2**30
     assert found.host_bytes_per_pod == 768_022_850 * 264 + pools
+
+
+@pytest.mark.parametrize(
+    ("kvd", "more"),
+    [
+        (KvdSpec(), 0),
+        (KvdSpec(memory="1Gi", pool_size="2Gi"), 0),
+        (KvdSpec(enabled=True, image="kvd:1"), 16),
+        (KvdSpec(enabled=True, image="kvd:1", memory="1Gi"), 1),
+        (KvdSpec(enabled=True, image="kvd:1", pool_size="100Gi"), 16 + 20),
+    ],
+    ids=["none", "not enabled", "enabled", "memory", "poolSize"],
+)
+def test_plan_counts_host_memory_of_the_sidecar(kvd: KvdSpec, more: int) -> None:
+    """Beside the pools, which move from the engine to kvd: kvd.memory, and what kvd.poolSize has more."""
+    assert plan(flash(kvd=kvd)).host_bytes_per_pod - plan(flash()).host_bytes_per_pod == more * 2**30
+
+
+def test_plan_refuses_a_pool_of_kvd_that_no_node_holds() -> None:
+    gpu = GpuSpec(product="NVIDIA-B200", host_memory_per_node="1160G")
+    kvd = KvdSpec(enabled=True, image="kvd:1", pool_size="900Gi")
+    found = plan(flash(gpu=gpu, kvd=kvd))
+    assert (found.feasible, found.reason) == (False, Reason.HOST_MEMORY_SHORT)
+    assert "host memory 4 PEs x (275.8 engine + 983.5 kvd) = 5037.3 GB per node, limit 1160.0 GB" in found.message
+    roomy = plan(flash(gpu=replace(gpu, host_memory_per_node="6T"), kvd=kvd))
+    assert (roomy.feasible, roomy.ep) == (True, 2)
+    assert "4 PEs x (275.8 engine + 983.5 kvd)" in roomy.message
+
+
+def test_plan_inputs_are_as_before_where_no_kvd_runs() -> None:
+    """Else an operator upgrade would void escalated EP floors; with kvd its bytes are an input of the host sum."""
+    sizes = KvdSpec(memory="1Gi", pool_size="2Gi")
+    assert planner_inputs_hash(flash(kvd=sizes)) == planner_inputs_hash(flash()) == "3b74d320"
+    enabled = [replace(sizes, enabled=True), replace(sizes, enabled=True, pool_size="4Gi"), KvdSpec(enabled=True)]
+    assert len({planner_inputs_hash(flash(kvd=kvd)) for kvd in (KvdSpec(), *enabled)}) == 4
 
 
 def test_plan_pool_tokens_follow_budget_fill_and_context() -> None:

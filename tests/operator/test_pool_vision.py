@@ -11,13 +11,13 @@ from prefill_operator.__main__ import main
 from prefill_operator.api import Pool
 from prefill_operator.engine_config import engine_json
 from prefill_operator.errors import PoolInvalid
+from prefill_operator.host_memory import engine_memory_bytes
 from prefill_operator.model import ChildKind
 from prefill_operator.names import Reason
 from prefill_operator.plan import plan_pool, plan_settings, planner_inputs_hash
 from prefill_operator.pool_api import PrefillPoolSpec
 from prefill_operator.pool_vision import canvas_bytes
 from prefill_operator.quantity import quantity_bytes
-from prefill_operator.render_engine import engine_memory_bytes
 from prefill_operator.render_objects import render_object
 from prefill_plan.config import VisionConfig
 from prefill_plan.model_spec import released_model_spec
@@ -108,7 +108,11 @@ def test_rows_are_counted_wherever_they_lie(vision: Mapping[str, Any], more: int
 
     assert 0 <= sizes[1] - sizes[0] - more < MIB
     assert abs(limits[1] - limits[0] - more) < MIB
-    assert engine_memory_bytes(after.spec, plans[1]) - engine_memory_bytes(before.spec, plans[0]) == more
+    requested = [
+        engine_memory_bytes(pool.spec, ep=plan.ep, engram_bytes=plan.engram_host_bytes)
+        for pool, plan in zip((before, after), plans, strict=True)
+    ]
+    assert requested[1] - requested[0] == more
     assert plans[1].host_bytes_per_pod - plans[0].host_bytes_per_pod == more
 
 
@@ -180,13 +184,20 @@ def test_two_spellings_of_one_size_are_one_revision() -> None:
 
 @pytest.mark.parametrize("setting", ["vision.mode=remote", 'vision.endpoints=["a:1"]', "vision.rows_bytes=1"])
 def test_arguments_cannot_say_it_a_second_time(setting: str) -> None:
-    with pytest.raises(PoolInvalid, match="from other fields of the spec"):
+    with pytest.raises(PoolInvalid, match=r"is set by the operator, from spec\.vision"):
         pod_of(pool_of(PREFILL_BODY, {"engine": {"args": ["--set", setting]}}))
 
 
-@pytest.mark.parametrize("setting", ["batching.max_patches_per_batch=1", "queue.max_patches=99999999", "device=cpu"])
-def test_arguments_of_an_encoder_cannot_undo_its_fields(setting: str) -> None:
-    with pytest.raises(PoolInvalid, match="from other fields of the spec"):
+@pytest.mark.parametrize(
+    ("setting", "field"),
+    [
+        ("batching.max_patches_per_batch=1", "batching.maxPatchesPerBatch"),
+        ("queue.max_patches=99999999", "balancing.maxPendingPatchesPerVE"),
+        ("device=cpu", "encoder.device"),
+    ],
+)
+def test_arguments_of_an_encoder_cannot_undo_its_fields(setting: str, field: str) -> None:
+    with pytest.raises(PoolInvalid, match=rf"is set by the operator, from spec\.{field}"):
         pod_of(pool_of(VE_BODY, {"encoder": {"args": ["--set", setting]}}))
 
 

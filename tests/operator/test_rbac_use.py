@@ -1,10 +1,15 @@
 """What the operator really asks of the API server, against its own list of rights: nothing beyond, nothing left over."""
 
+import pytest
+
+from prefill_operator.errors import ClusterUnavailable
+from prefill_operator.leader import find_resources, wait_for_other_kinds
 from prefill_operator.model import ChildKind
 from prefill_operator.rbac import Rule, home_rules, rbac_rules
-from prefill_operator.resources import CHILDREN, LEASES, PODS
+from prefill_operator.resources import CHILDREN, LEASES, PODS, Resource
 from prefill_operator.settings import OperatorSettings, RbacParts
 from prefill_testing.fake_api import FakeApi, Fault, Request
+from prefill_testing.fake_cluster import FakeCluster
 from prefill_testing.in_loop import in_loop
 from prefill_testing.operator_rig import OperatorRig
 
@@ -96,6 +101,67 @@ async def test_optional_kinds_are_not_touched_where_the_cluster_lacks_them() -> 
 
     assert seen.isdisjoint({"scaledobjects", "podmonitors"})
     assert LEASES.plural in seen
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        (RbacParts(), ("chart value rbac.keda to true", "chart value rbac.prometheusOperator to true")),
+        (PARTS, ("install its CustomResourceDefinition", "install its CustomResourceDefinition")),
+    ],
+    ids=["not allowed", "not served"],
+)
+@in_loop
+async def test_optional_kind_that_a_pool_asks_for_in_vain_is_told(parts: RbacParts, says: tuple[str, str]) -> None:
+    lacking = frozenset({CHILDREN[ChildKind.SCALED_OBJECT], CHILDREN[ChildKind.POD_MONITOR]})
+    settings = OperatorSettings(rbac=parts, prometheus_address="http://p:9090")
+    rig = await OperatorRig.start(api=FakeApi(clock=lambda: 1.7e9, unserved=lacking), settings=settings)
+    metrics = [{"name": "RowsWaitingPerGPU", "target": 1000}]
+    autoscaling = {"actuator": "KEDA", "maxReplicas": 4, "metrics": metrics}
+    rig.create_pool({"autoscaling": autoscaling, "monitoring": {"podMonitor": True}})
+    await rig.run(6)
+
+    scaling, ready = rig.condition("AutoscalingActive"), rig.condition("Ready")
+    assert (scaling["status"], scaling["reason"]) == ("False", "KedaMissing")
+    assert says[0] in scaling["message"]
+    assert ready["status"] == "True"
+    assert "monitoring.podMonitor: no PodMonitor is made: " in ready["message"]
+    assert says[1] in ready["message"]
+
+
+def kinds_of(*kinds: ChildKind) -> frozenset[Resource]:
+    return frozenset(CHILDREN[kind] for kind in kinds)
+
+
+@in_loop
+async def test_kinds_are_looked_at_again_until_two_looks_agree() -> None:
+    """One look in the middle of an installation, or one that fails, changes nothing."""
+    keda, monitor = ChildKind.SCALED_OBJECT, ChildKind.POD_MONITOR
+    api = FakeApi(clock=lambda: 1.7e9, unserved=kinds_of(keda, monitor))
+    settings = OperatorSettings(rbac=PARTS)
+    resources = await find_resources(FakeCluster(api), settings)
+    looks: list[frozenset[Resource] | None] = [
+        kinds_of(keda, monitor),
+        kinds_of(monitor),
+        kinds_of(keda, monitor),
+        None,
+        kinds_of(monitor),
+        kinds_of(monitor),
+    ]
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        api.unserved = looks[len(pauses) - 1] or frozenset()
+
+    class Flaky(FakeCluster):
+        async def serves(self, resource: Resource) -> bool:
+            if looks[len(pauses) - 1] is None:
+                raise ClusterUnavailable("no answer", status=500)
+            return await super().serves(resource)
+
+    assert await wait_for_other_kinds(Flaky(api), settings, resources, sleep=sleep) == ("scaledobjects",)
+    assert pauses == [settings.resync_seconds] * len(looks)
 
 
 @in_loop

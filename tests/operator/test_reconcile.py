@@ -215,6 +215,28 @@ async def test_paused_pool_is_told_of_and_not_touched(ready_rig: Rigs) -> None:
 
 
 @in_loop
+async def test_restarted_operator_calls_no_drain_of_a_paused_pool(restarted: Rigs, ready_rig: Rigs) -> None:
+    rig = await ready_rig()
+    rig.engines.done.clear()
+    rig.change_spec(replicas=1)
+    await rig.settle()
+    assert len(rig.engines.calls) == 1
+    rig.change_spec(replicas=1, paused=True)
+    await rig.run(2)
+    assert "1 whose drain had begun takes no work" in rig.condition("Paused")["message"]
+
+    rig = await restarted(rig)
+    await rig.run(100)
+    assert rig.engines.calls == []
+    assert len(rig.names()) == 3
+
+    rig.change_spec(replicas=1, paused=False)
+    await rig.run(8)
+    assert len(rig.engines.calls) == 1
+    assert len(rig.names()) == 2
+
+
+@in_loop
 async def test_encoder_pool_takes_the_same_way(restarted: Rigs) -> None:
     rig = await OperatorRig.start()
     spec = {

@@ -46,6 +46,19 @@ async def test_spec_that_cannot_be_used_is_told_and_pods_stay(ready_rig: Rigs) -
     assert rig.condition("PlanFeasible")["status"] == "True"
 
 
+@in_loop
+async def test_architecture_of_a_newer_release_is_told_as_such(ready_rig: Rigs) -> None:
+    rig = await ready_rig()
+    rig.change_spec(model={**rig.pool()["spec"]["model"], "architecture": "deepseek-v5"})
+    await rig.run(3)
+
+    plan = rig.condition("PlanFeasible")
+    assert (plan["status"], plan["reason"]) == ("False", "UnknownArchitecture")
+    assert "deepseek-v5" in plan["message"]
+    assert rig.condition("Ready")["reason"] == "SpecInvalid"
+    assert len(rig.names()) == 3
+
+
 @pytest.mark.parametrize(
     "fault", [{"status": 0}, {"status": 500}, {"status": 429, "retry_after": 7.0}, {"status": 504}]
 )

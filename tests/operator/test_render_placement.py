@@ -1,4 +1,4 @@
-"""Where pods may run: placement, lost nodes, avoided and preferred nodes."""
+"""Where pods may run: placement, lost nodes, avoided nodes."""
 
 from typing import Any
 
@@ -115,16 +115,6 @@ def test_avoided_nodes_hold_in_each_of_the_users_terms() -> None:
     assert [term["matchExpressions"] for term in merged["nodeSelectorTerms"]] == [
         [*term["matchExpressions"], ours] for term in terms
     ]
-
-
-def test_preferred_node_is_only_preferred() -> None:
-    pool = pool_of(PREFILL_BODY)
-    plan = plan_of(pool)
-    affinity = render_pod(pool, plan, create_of(pool, plan, prefer="gpu-3"), OPEN_POLICY)["spec"]["affinity"]
-    (term,) = affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-
-    assert "requiredDuringSchedulingIgnoredDuringExecution" not in affinity["nodeAffinity"]
-    assert term["preference"]["matchExpressions"][0]["values"] == ["gpu-3"]
 
 
 def test_record_of_a_rendered_pod_says_what_the_planner_asked_for() -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from prefill_operator.cli.render import render_pool
@@ -12,6 +13,9 @@ from prefill_operator.model import ChildKind
 from prefill_operator.plan import plan_pool
 from prefill_operator.render_pod import refusal_text, render_pod
 from prefill_operator.render_policy import RenderPolicy
+from prefill_operator.reserved_arguments import ENCODER_SETTINGS, ENGINE_SETTINGS
+from prefill_plan.config import EngineConfig
+from prefill_plan.encoder_config import EncoderConfig
 from prefill_plan.model_spec import released_model_spec
 from prefill_testing.kube_schema import check_object
 from prefill_testing.pools import (
@@ -360,8 +364,43 @@ def test_host_paths_beside_an_allowed_one_are_refused(path: str) -> None:
         OPEN_POLICY.check_host_path(path, field="f")
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--conf", "/x"], "args[0] is '--conf': is short for --config; write options out"),
+        (["--termination=/x"], "is short for --termination-log"),
+        (["--se", "device=gpu"], "is short for --set"),
+        (["--s=device=gpu"], "is short for --set"),
+        (["--set", "device=gpu"], "is set by the operator, from spec.engine.device"),
+        (["--set=kv.state_slots=9"], "from spec.kvCache.sequencesPerGPU"),
+        (["--set", "scheduler.chunk_cap_tokens=65536"], "from spec.context.chunkTokensPerGPU"),
+        (["--set", "max_context_tokens=9"], "from spec.context.maxTokens"),
+        (["--set", "replay.keep_tokens=9"], "from spec.context.keepTokens"),
+        (["--set", "store.max_bytes=9"], "from spec.kvCache.hostPool"),
+        (["--set", "kv.record_format=fp8"], "is set by the operator, and no field changes it"),
+        (["--set", 'kv={"state_slots": 9}'], "would replace all of kv, and kv.pool_tokens is set by the operator"),
+        (["--set", "parallel={}"], "from spec.expertParallel"),
+        (["--log-level", "DEBUG", "--set", "vision.mode=none"], "args[3]"),
+    ],
+)
+def test_arguments_that_change_what_was_planned_are_refused(args: list[str], says: str) -> None:
+    """However they are written: engines of before allow_abbrev=False took short forms of options."""
+    pool = pool_of(PREFILL_BODY, {"engine": {"args": args}})
+
+    assert says in refusal_text(pool, plan_of(pool), OPEN_POLICY)
+
+
+def test_reserved_settings_are_settings() -> None:
+    for settings, kind in ((ENGINE_SETTINGS, EngineConfig), (ENCODER_SETTINGS, EncoderConfig)):
+        for path in settings:
+            found: Any = kind
+            for part in path.split("."):
+                found = {field.name: field.type for field in msgspec.structs.fields(found)}[part]
+
+
 def test_ordinary_arguments_are_appended() -> None:
-    args = ["--set", "scheduler.age_seconds=5", "--log-level", "DEBUG", "--fault", "exit=12@warmup"]
+    args = ["--set", "scheduler.age_seconds=5", "--set", "kv.max_ticket_fraction=0.4", "--log-level", "DEBUG"]
+    args += ["--fault", "exit=12@warmup", "--set=devices=2"]
     engine = container_of(pod_of(pool_of(PREFILL_BODY, {"engine": {"args": args}})), "engine")
 
     assert engine["args"][-len(args) :] == args

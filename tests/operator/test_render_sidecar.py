@@ -3,10 +3,13 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from prefill_operator.model import OperatorTimes
 from prefill_operator.render_sidecar import kvd_config_files
+from prefill_plan.config import TlsConfig
+from prefill_plan.kvd_config import KvdConfig
 from prefill_testing.pools import (
     CPU_BODY,
     PREFILL_BODY,
@@ -77,6 +80,51 @@ def test_kvd_listens_where_the_pod_says() -> None:
     assert {"name": "handoff", "containerPort": 50060, "protocol": "TCP"} in container_of(pod, "engine")["ports"]
     numbers = [port["containerPort"] for name in ("kvd", "engine") for port in container_of(pod, name)["ports"]]
     assert len(set(numbers)) == len(numbers)
+
+
+def test_kvd_speaks_tls_with_the_secret_it_is_given() -> None:
+    kvd = {"enabled": True, "image": "kvd:1", "transport": {"tlsSecretRef": {"name": "kv-tls"}}}
+    pod, config = pod_of(pool_of(PREFILL_BODY, {"kvd": kvd})), _kvd_json({"kvd": kvd})
+    secret = volume_of(pod, "kvd-tls")["secret"]
+    mount = mount_of(container_of(pod, "kvd"), "/run/secrets/kvd-tls")
+    tls = config["transport"]["tls"]
+
+    assert secret["secretName"] == "kv-tls"
+    files = {f"{mount['mountPath']}/{item['path']}": item["key"] for item in secret["items"]}
+    assert {field: files[path] for field, path in tls.items()} == {
+        "certificate": "tls.crt",
+        "key": "tls.key",
+        "authority": "ca.crt",
+    }
+    assert msgspec.convert(config, KvdConfig).transport.tls == msgspec.convert(tls, TlsConfig)
+    assert mount["readOnly"] is True
+    # kvd's key is not the engine's business; without a reference all is as it was.
+    assert "kvd-tls" not in {item["name"] for item in container_of(pod, "engine")["volumeMounts"]}
+    plain = pod_of(pool_of(PREFILL_BODY, {"kvd": {**kvd, "transport": {}}}))
+    assert "kvd-tls" not in {volume["name"] for volume in plain["spec"]["volumes"]}
+
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("volume", "most"),
+    [
+        ({"emptyDir": {"sizeLimit": "160Gi"}}, 150 * GIB),
+        ({"emptyDir": {"sizeLimit": "1Gi"}}, 768 * MIB),
+        ({"emptyDir": {"sizeLimit": "100Mi"}}, 50 * MIB),
+        ({"emptyDir": {}}, 0),
+        ({"pvc": {"claimName": "kv"}}, 0),
+        ({"hostPath": {"path": "/mnt/models/kv"}}, 0),
+    ],
+    ids=["large", "small", "tiny", "no-limit", "pvc", "host-path"],
+)
+def test_store_stays_below_the_limit_of_an_empty_dir(volume: dict[str, Any], most: int) -> None:
+    """Else it grows until the kubelet evicts the pod. 0: the medium's own free space decides."""
+    kvd = {"enabled": True, "image": "kvd:1", "store": "file", "path": "/kv", "volume": volume}
+    config = msgspec.convert(_kvd_json({"kvd": kvd}), KvdConfig)
+
+    assert config.store.max_bytes == most
 
 
 def test_kvd_gets_an_rdma_device_where_it_needs_one() -> None:

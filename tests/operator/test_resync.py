@@ -37,6 +37,7 @@ async def test_cache_that_is_right_finds_nothing() -> None:
     rig.api.requests.clear()
 
     assert await rig.leader.resync.compare() == 0
+    assert rig.metrics.registry.get_sample_value("prefill_operator_resync_rounds_total") == 1
     assert {request.verb for request in rig.api.requests} == {"list"}
     assert rig.leader.queue.depth == 0
 

@@ -25,6 +25,7 @@ from prefill_operator.pool_api import (
     QuotaSpec,
     RedundancyMode,
     RedundancySpec,
+    TlsSecretRef,
 )
 from prefill_operator.revision import (
     FIRST_DEFAULTS,
@@ -90,6 +91,7 @@ def test_change_class_refuses_a_field_nobody_classified() -> None:
         ("pod_template.spec", ChangeClass.ROLL),
         ("kvd.directory_address", ChangeClass.ROLL),
         ("kvd.transport.require_rdma", ChangeClass.ROLL),
+        ("kvd.transport.tls_secret_ref.name", ChangeClass.ROLL),
     ],
 )
 def test_change_class_by_the_table(path: str, expected: ChangeClass) -> None:
@@ -135,11 +137,24 @@ def test_revision_ignores_what_must_not_roll(changes: dict[str, object]) -> None
         {"kvd": KvdSpec(enabled=True, image="kvd:1")},
         {"kvd": KvdSpec(directory_address="directory:50061")},
         {"kvd": KvdSpec(transport=KvdTransport(kind=KvdTransportKind.NIXL))},
+        {"kvd": KvdSpec(transport=KvdTransport(tls_secret_ref=TlsSecretRef(name="kv-tls")))},
         {"kv_cache": KvCacheSpec(host_pool="1Gi")},
         {"scheduling": SchedulingSpec(runtime_class_name="nvidia")},
         {"pod_template": PodOverlay(metadata=OverlayMetadata(labels={"a": "b"}))},
     ],
-    ids=["revision", "image", "args", "gpu", "kvd", "directory", "transport", "hostPool", "runtimeClass", "overlay"],
+    ids=[
+        "revision",
+        "image",
+        "args",
+        "gpu",
+        "kvd",
+        "directory",
+        "transport",
+        "tls",
+        "hostPool",
+        "runtimeClass",
+        "overlay",
+    ],
 )
 def test_revision_changes_with_what_rolls(changes: dict[str, object]) -> None:
     assert hash_of(replace(SPEC, **changes)) != hash_of(SPEC)
@@ -147,7 +162,10 @@ def test_revision_changes_with_what_rolls(changes: dict[str, object]) -> None:
 
 def test_revision_ignores_defaults_that_are_written_out() -> None:
     """An operator that brings new fields of kvd rolls nobody; what it renders anew (ports, kvd's user) is for new revisions."""
-    written = KvdSpec(transport=KvdTransport(kind=KvdTransportKind.TCP, require_rdma=False), directory_address=None)
+    written = KvdSpec(
+        transport=KvdTransport(kind=KvdTransportKind.TCP, require_rdma=False, tls_secret_ref=None),
+        directory_address=None,
+    )
     assert hash_of(replace(SPEC, kvd=written)) == hash_of(SPEC)
 
 

@@ -195,6 +195,57 @@ def test_pause_stops_everything_but_the_status() -> None:
     assert cluster.num_serving == 1
 
 
+def test_pause_leaves_begun_drains_where_they_are_and_says_so() -> None:
+    cluster = running(make_spec(replicas=3))
+    cluster.drain_seconds = 1e9
+    cluster.edit(replicas=1)
+    cluster.run_pass()
+    draining = sorted(pod.name for pod in cluster.pods.values() if pod.draining_since is not None)
+    assert len(draining) == 2
+    cluster.edit(paused=True)
+    cluster.run_pass()
+    for name in draining:
+        cluster.change(name, drain_done=True)
+    before = len(cluster.log)
+    for _ in range(20):
+        decision = cluster.run_pass()
+        assert decision.next_wakeup is None or decision.next_wakeup > cluster.now
+        cluster.advance(60)
+
+    assert cluster.log[before:] == []
+    paused = cluster.condition("Paused").message
+    assert "; 2 whose drain had begun take no work and stay until spec.paused is false (" in paused
+    assert all(name in paused for name in draining)
+    cluster.edit(paused=False)
+    cluster.run_pass()
+    assert all(cluster.pods[name].terminating_since is not None for name in draining)
+    assert cluster.condition("Paused").message == "spec.paused is not set"
+
+
+def test_pause_does_not_stop_what_time_alone_tells() -> None:
+    cluster = running(make_spec(replicas=2))
+    name = cluster.name_of(1)
+    cluster.change(
+        name,
+        ready=False,
+        ready_changed_at=cluster.now,
+        waiting_reason="ImagePullBackOff",
+        waiting_message="no such tag",
+        waiting_since=cluster.now,
+    )
+    cluster.load_seconds = 1e9
+    cluster.edit(paused=True)
+    decision = cluster.run_pass()
+    assert cluster.condition("Stalled").status == "False"
+    assert decision.next_wakeup == cluster.now + 600.0
+
+    cluster.advance(600)
+    decision = cluster.run_pass()
+    assert cluster.condition("Stalled").reason == "ImagePullFailed"
+    assert decision.next_wakeup is None
+    assert not decision.actions
+
+
 def test_scale_up_in_mid_rollout_creates_new_pods_only() -> None:
     cluster = running(make_spec(replicas=2))
     cluster.edit(engine=ENGINE_B)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import aiohttp
 
+from prefill_operator.model import ChildKind
 from prefill_operator.names import LEASE_NAME, Kind
-from prefill_operator.resources import LEASES, POOLS, Json
+from prefill_operator.resources import CHILDREN, LEASES, POOLS, Json
 from prefill_testing.fake_api import FakeApi
 from prefill_testing.fake_api_http import serve_fake_api, write_kubeconfig
 from prefill_testing.fake_cluster import FakeNodes
@@ -21,6 +22,7 @@ from prefill_testing.in_loop import in_loop
 from prefill_testing.operator_rig import POOL
 
 RESOURCE = POOLS[Kind.PREFILL_POOL]
+SCALED_OBJECT = CHILDREN[ChildKind.SCALED_OBJECT]
 
 
 class Process:
@@ -38,6 +40,11 @@ class Process:
 
     def said(self, message: str) -> Json | None:
         return next((line for line in self.lines if line["message"] == message), None)
+
+    def heard(self, message: str) -> Json:
+        line = self.said(message)
+        assert line is not None, [line["message"] for line in self.lines]
+        return line
 
     async def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
@@ -57,11 +64,11 @@ class Stage:
             self.nodes.set_node(f"node-{index}")
         self.processes: list[Process] = []
 
-    async def start(self, name: str) -> Process:
+    async def start(self, name: str, *options: str) -> Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "prefill_operator", "run", "--set", "port=0", "--set", "host=127.0.0.1",
             "--set", f"identity={name}", "--set", "statusSeconds=0.1", "--set", f"kubeconfig={self.kubeconfig}",
-            "--set", "lease={durationSeconds: 5, renewDeadlineSeconds: 3, retrySeconds: 0.2}",
+            "--set", "lease={durationSeconds: 5, renewDeadlineSeconds: 3, retrySeconds: 0.2}", *options,
             stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         self.processes.append(Process(process))
@@ -124,6 +131,26 @@ async def test_leader_that_lost_its_lease_ends(tmp_path: Path) -> None:
         assert await leader.ended() == 3
         assert leader.said("lease lost") is not None
         assert stage.holder() == "somebody"
+
+
+@in_loop
+async def test_kind_that_comes_later_is_watched_by_the_next_leader(tmp_path: Path) -> None:
+    """KEDA installed after the operator: no restart by hand."""
+    async with _stage(tmp_path) as stage:
+        stage.api.unserved = frozenset({SCALED_OBJECT})
+        options = ("--set", "rbac={keda: true}", "--set", "resyncSeconds=0.1")
+        leader = await stage.start("first", *options)
+        await stage.until(lambda: leader.said("cache filled"))
+        assert SCALED_OBJECT.plural not in leader.heard("cache filled")["resources"]
+        stage.api.unserved = frozenset()
+
+        assert await leader.ended() == 0
+        said = leader.heard("the cluster serves other kinds; leaving the lead to start anew")
+        assert said["kinds"] == [SCALED_OBJECT.plural]
+        again = await stage.start("again", *options)
+        await stage.until(lambda: again.said("cache filled"))
+        assert SCALED_OBJECT.plural in again.heard("cache filled")["resources"]
+        assert await again.end(signal.SIGTERM) == 0
 
 
 @in_loop

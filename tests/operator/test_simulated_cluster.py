@@ -25,7 +25,7 @@ BAD_REASONS: dict[str, set[str]] = {
     "Ready": {"RolloutInProgress", "NotEnoughReady", "PlanInfeasible"},
     "Available": {"BelowMinimum"},
     "Redundant": {"SparesLoading", "SparesUnschedulable", "CappedByQuota", "CappedByMaxSpares"},
-    "Progressing": {"DeadlineExceeded", "NoRoom", "NoRoomForLargerEP", "QuotaExceeded", "PlanInfeasible"},
+    "Progressing": {"DeadlineExceeded", "NoRoom", "NoRoomForLargerEP", "QuotaExceeded", "PlanInfeasible", "Stalled"},
     "PlanFeasible": {"NoEPFits"},
     "AutoscalingActive": {"Disabled"},
     "Stalled": {"NotStalled"},

@@ -46,6 +46,12 @@ EVERYTHING: Json = {
         "grafanaDashboard": {"enabled": True, "annotations": {"grafana_folder": "Prefill"}},
     },
     "networkPolicy": {"enabled": True},
+    "directory": {
+        "enabled": True,
+        "tlsSecretName": "kv-tls",
+        "podLabels": {"tier": "kv"},
+        "extraArgs": ["--max-blocks=1"],
+    },
     "autoscaling": {"prometheus": {"serverAddress": "http://prometheus.monitoring:9090"}},
     "security": {"allowedHostPathPrefixes": ["/mnt/models"]},
     "maintenanceTaints": ["cloud.google.com/impending-node-termination"],
@@ -108,8 +114,7 @@ def by_kind(objects: list[Json], kind: str) -> dict[str, Json]:
 
 
 def operator_pod(objects: list[Json]) -> Json:
-    (deployment,) = by_kind(objects, "Deployment").values()
-    return deployment["spec"]["template"]
+    return by_kind(objects, "Deployment")["prefill"]["spec"]["template"]
 
 
 def operator_container(objects: list[Json]) -> Json:

@@ -109,9 +109,9 @@ def plan_of(pool: Pool) -> PoolPlan:
     return plan
 
 
-def create_of(pool: Pool, plan: PoolPlan, *, avoid: tuple[str, ...] = (), prefer: str = "") -> CreatePod:
+def create_of(pool: Pool, plan: PoolPlan, *, avoid: tuple[str, ...] = ()) -> CreatePod:
     name = pod_name(Kind(pool.kind), pool.name, PodIdentity(revision=plan.revision, incarnation=1))
-    return CreatePod(name=name, revision=plan.revision, incarnation=1, avoid_nodes=avoid, prefer_node=prefer)
+    return CreatePod(name=name, revision=plan.revision, incarnation=1, avoid_nodes=avoid)
 
 
 def pod_of(pool: Pool, policy: RenderPolicy = OPEN_POLICY) -> dict[str, Any]:

@@ -11,4 +11,7 @@
 {{- if and .Values.metrics.serviceMonitor.enabled (not .Values.metrics.enabled) }}
 {{- fail "metrics.serviceMonitor.enabled needs metrics.enabled: it selects that Service" }}
 {{- end }}
+{{- if and .Values.directory.enabled (eq (int .Values.directory.port) (int .Values.directory.metricsPort)) }}
+{{- fail (printf "directory.port and directory.metricsPort are both %v; expected two ports" .Values.directory.port) }}
+{{- end }}
 {{- end }}

@@ -51,9 +51,23 @@ annotations:
 {{- end }}
 {{- end }}
 
+{{/* Reference of an image: `include "prefill.image" (list . .Values.image)`. */}}
 {{- define "prefill.image" -}}
-{{- with .Values.image.registry }}{{ . }}/{{ end }}{{ .Values.image.repository }}
-{{- if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ end }}
+{{- $ := index . 0 -}}
+{{- with index . 1 -}}
+{{- with .registry }}{{ . }}/{{ end }}{{ .repository }}
+{{- if .digest }}@{{ .digest }}{{ else }}:{{ .tag | default $.Chart.AppVersion }}{{ end }}
+{{- end }}
+{{- end }}
+
+{{/* Selector and labels of the directory's pod and Service; frozen like those above. */}}
+{{- define "prefill.directory.selectorLabels" -}}
+{{- merge (dict "app.kubernetes.io/component" "directory") (include "prefill.selectorLabels" . | fromYaml) | toYaml }}
+{{- end }}
+
+{{/* What pools write into kvd.directoryAddress. */}}
+{{- define "prefill.directory.address" -}}
+{{ include "prefill.fullname" . }}-directory.{{ .Release.Namespace }}.svc:{{ .Values.directory.port }}
 {{- end }}
 
 {{/* Namespaces that get a Role, as {"items": [...]}: none in cluster-wide mode. */}}

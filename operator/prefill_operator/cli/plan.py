@@ -15,22 +15,22 @@ from prefill_operator.cli.pool_file import (
     plan_of,
 )
 from prefill_operator.cli.targets import offline_sizes, offline_targets
-from prefill_operator.gpu_products import gpu_bytes
+from prefill_operator.host_memory import engine_memory_bytes, kvd_memory_bytes, shm_bytes
 from prefill_operator.intent import Intent, read_intent
 from prefill_operator.model import OperatorTimes
 from prefill_operator.names import Reason, config_map_name
-from prefill_operator.plan import EP_STEPS, PoolPlan, plan_settings
+from prefill_operator.plan import PoolPlan, allowed_steps, memory_options, plans_memory
 from prefill_operator.pool_api import AvailabilitySpec, PrefillPoolSpec, VisionSource
 from prefill_operator.pool_vision import encoder_endpoints, rows_bytes, vision_gpu_bytes, vision_settings
 from prefill_operator.quantity import quantity_bytes
-from prefill_operator.render_engine import engine_memory_bytes, kvd_memory_bytes, shm_text
+from prefill_operator.render_container import memory_text
 from prefill_operator.render_pod import refusal_text
 from prefill_operator.render_policy import RenderPolicy
 from prefill_operator.shortages import shortages_per_year
 from prefill_operator.spares import failure_rates
 from prefill_operator.targets import Targets
 from prefill_plan.config import Device
-from prefill_plan.memory import EngramPlace, MemoryOption, minimum_ep
+from prefill_plan.memory import EngramPlace, MemoryOption
 from prefill_plan.model_spec import released_model_spec
 
 
@@ -84,7 +84,8 @@ def _lines(pool: Pool, plan: PoolPlan, refusal: str) -> Iterator[str]:
     yield f"{pool.kind} {pool.namespace}/{pool.name}"
     if not plan.feasible:
         yield _row("plan", f"none: {plan.reason}")
-        yield from _sums(pool)
+        if plan.reason is not Reason.SPEC_INVALID:
+            yield from _sums(pool)
         if plan.reason is not Reason.NO_EP_FITS:
             yield _row("why", plan.message)
         return
@@ -113,16 +114,9 @@ def _plan_text(plan: PoolPlan) -> str:
 def _sums(pool: Pool) -> Iterator[str]:
     """One line per EP and Engram place that the spec allows, as far as memory is planned."""
     spec = pool.spec
-    if not isinstance(spec, PrefillPoolSpec) or spec.engine.device is Device.CPU:
+    if not isinstance(spec, PrefillPoolSpec) or not plans_memory(spec):
         return
-    usable = quantity_bytes(spec.gpu.memory) if spec.gpu.memory is not None else gpu_bytes(spec.gpu.product or "")
-    if usable is None:
-        return
-    ep = spec.expert_parallel
-    sizes = tuple(size for size in EP_STEPS if ep.min <= size <= ep.max and ep.fixed_size in (None, size))
-    model = released_model_spec()
-    choice = minimum_ep(model, usable_bytes=usable, settings=plan_settings(spec, model), ep_sizes=sizes)
-    for option in choice.options:
+    for option in memory_options(spec, allowed_steps(spec), model=released_model_spec()):
         yield _row(f"EP {option.ep_size} {_place(option)}", _sum_text(option))
 
 
@@ -140,10 +134,13 @@ def _sum_text(option: MemoryOption) -> str:
 def _memory_lines(spec: PrefillPoolSpec, plan: PoolPlan) -> Iterator[str]:
     if plan.kv_tokens_per_gpu is not None:
         yield _row("KV pool", f"{plan.kv_tokens_per_gpu:,} tokens per GPU")
+    elif plan.device is not Device.CPU:
+        yield _row("GPU memory", f"no sum: architecture {spec.model.architecture} is not planned")
     if spec.engine.resources is not None:
         yield _row("host memory", f"limit {spec.engine.resources.limits.get('memory', 'none')} per PE")
         return
-    engine, sidecar = engine_memory_bytes(spec, plan), kvd_memory_bytes(spec)
+    engine = engine_memory_bytes(spec, ep=plan.ep, engram_bytes=plan.engram_host_bytes)
+    sidecar = kvd_memory_bytes(spec)
     per_node = max(1, spec.gpu.per_node // plan.ep)
     text = f"{engine / 1e9:.1f} GB per engine"
     if sidecar:
@@ -151,7 +148,7 @@ def _memory_lines(spec: PrefillPoolSpec, plan: PoolPlan) -> Iterator[str]:
     text += f"; {per_node} PEs per node = {per_node * (engine + sidecar) / 1e9:.1f} GB"
     if spec.gpu.host_memory_per_node is not None:
         text += f", limit {quantity_bytes(spec.gpu.host_memory_per_node) / 1e9:.1f} GB"
-    yield _row("host memory", f"{text}; /dev/shm {shm_text(spec)}")
+    yield _row("host memory", f"{text}; /dev/shm {memory_text(shm_bytes(spec))}")
 
 
 def _vision_lines(spec: PrefillPoolSpec) -> Iterator[str]:
