@@ -101,11 +101,34 @@ def helm(bed: "Bed") -> "Callable[[Cluster], Helm]":
 
 
 @pytest.fixture
+def reads_nodes(request: pytest.FixtureRequest) -> bool:
+    """Whether the chart lets the operator of `install` read nodes."""
+    allowed: bool = getattr(request, "param", True)
+    return allowed
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each case of `install` runs with and without the right to read nodes; node-triggered ones are skipped by name (C35).
+
+    CI's profile runs the first half, and test_works_without_reading_nodes, which says for itself what it wants.
+    """
+    marks = list(metafunc.definition.iter_markers())
+    chosen = any(mark.name == "parametrize" and "reads_nodes" in mark.args[0] for mark in marks)
+    if chosen or "reads_nodes" not in metafunc.fixturenames or metafunc.config.getoption("markexpr") == "short":
+        return
+    reason = f"{metafunc.function.__name__}: node-triggered, and the operator may not read nodes"
+    is_blind = any(mark.name == "sees_nodes" for mark in marks)
+    without = pytest.param(False, marks=[pytest.mark.skip(reason=reason)] if is_blind else [])
+    metafunc.parametrize("reads_nodes", [True, without], ids=["nodes", "no-nodes"], indirect=True)
+
+
+@pytest.fixture
 def install(
     request: pytest.FixtureRequest,
     control_plane: "Cluster",
     helm: "Callable[[Cluster], Helm]",
     new_namespace: "Callable[[Cluster], str]",
+    reads_nodes: bool,
 ) -> "Iterator[Callable[..., LocalOperators]]":
     """Installs the operator for one namespace of its own, as processes with the chart's rights; keywords are chart values.
 
@@ -118,7 +141,8 @@ def install(
 
     def make(**values: object) -> "LocalOperators":
         namespace = new_namespace(control_plane)
-        operators = LocalOperators(control_plane, helm(control_plane), namespace, merged(QUICK, values))
+        all_values = merged(merged(QUICK, {"rbac": {"nodes": reads_nodes}}), values)
+        operators = LocalOperators(control_plane, helm(control_plane), namespace, all_values)
         made.append(operators)
         return operators
 

@@ -4,18 +4,21 @@
 """
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+from prefill_bed.api import ApiError
 from prefill_bed.bed import Bed
-from prefill_bed.cluster import Cluster, Profile, end_stale
+from prefill_bed.cluster import BedError, Cluster, Profile, end_stale
 from prefill_bed.engine_pod import GRPC_PORT, ask
 from prefill_bed.installation import Helm, Release
 from prefill_bed.pools import PoolView, cpu_pool
-from prefill_bed.waiting import NotYetError, until
+from prefill_bed.waiting import until
 
 BEGIN = time.monotonic()
+MAX_COMPLAINT = 600
 
 
 def say(text: str) -> None:
@@ -86,23 +89,41 @@ def next_lines(cluster: Cluster, endpoint: str, checkpoint: Path, directory: Pat
 """
 
 
+def complain(error: Exception, cache: Path) -> str:
+    """One line: what failed, the last thing it said, and what to do."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        command = error.cmd if isinstance(error.cmd, str) else " ".join(map(str, error.cmd))
+        text = f"{command} did not end within {error.timeout:.0f} s"
+    else:
+        first, *others = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        text = f"{first} ... {others[-1]}" if others else first
+    if len(text) > MAX_COMPLAINT:
+        text = f"{text[: MAX_COMPLAINT // 2]} ... {text[-MAX_COMPLAINT // 2 :]}"
+    if isinstance(error, BedError):
+        todo = "it needs root, Go 1.26 and Debian packages (tests/cluster/README.md); what is built already is kept"
+    else:
+        todo = "`make demo-cluster-down` ends what is up, then try again"
+    return f"demo.py: {text}. To do: {todo}; logs are in {cache / 'demo' / 'log'}"
+
+
 def main(argv: list[str]) -> int:
+    if argv not in (["up"], ["down"]):
+        print(__doc__, file=sys.stderr)
+        return 2
     if os.geteuid() != 0:
         print("demo.py: a cluster needs root: it starts nodes and network devices", file=sys.stderr)
         return 1
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prefill-cluster"
     cache = Path(os.environ.get("PREFILL_CLUSTER_CACHE") or cache)
-    if argv == ["down"]:
-        end_stale(cache / "demo", Bed(cache).binaries)
-        return 0
-    if argv == ["up"]:
-        try:
+    try:
+        if argv == ["up"]:
             return up(cache)
-        except NotYetError as error:
-            print(f"demo.py: {error}", file=sys.stderr)
-            return 1
-    print(__doc__, file=sys.stderr)
-    return 2
+        end_stale(cache / "demo", Bed(cache).binaries)
+    # Commands that failed (helm, kubectl) and states that did not come about are AssertionErrors of the bed.
+    except (BedError, AssertionError, ApiError, OSError, subprocess.SubprocessError) as error:
+        print(complain(error, cache), file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -38,6 +38,13 @@ def gpus_of(view: PoolView) -> list[str]:
     return sorted(pod["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in view.live())
 
 
+def pods_created(view: PoolView, since: int) -> int:
+    """By the pool's operator, from this place of the audit log on."""
+    writes = view.cluster.writes(view.installation.user, since=since)
+    return sum(write["verb"] == "create" and write["objectRef"]["resource"] == "pods" for write in writes)
+
+
+@pytest.mark.sees_nodes
 def test_node_loss(start: Callable[..., PoolView], bed: Bed, figure: Figure) -> None:
     """A dead node: its pods have bound replacements within 25 s; when it returns the old pods vanish, without duplicates."""
     view = start()
@@ -96,13 +103,11 @@ def test_killed_by_host_memory_is_no_evidence(start: Callable[..., PoolView], be
 def test_failed_pod_storm(start: Callable[..., PoolView], bed: Bed, figure: Figure) -> None:
     """Devices lost on every node: Failed pods are deleted, creation backs off, the pool says why; it recovers by itself."""
     bed.fakes.rules(Rule(fail="UnexpectedAdmissionError"))
-    created = bed.cluster.audit_size()
+    since = bed.cluster.audit_size()
     view = start(replicas=1, quota={"redundancy": {"mode": "None"}})
-    user = view.installation.user
 
     def count() -> int:
-        writes = bed.cluster.writes(user, since=created)
-        return sum(w["verb"] == "create" and w["objectRef"]["resource"] == "pods" for w in writes)
+        return pods_created(view, since)
 
     view.wait("the fourth attempt", lambda: expect(count() >= 4, count()), seconds=120)
     assert len(view.pods()) <= 2
@@ -141,19 +146,31 @@ def test_config_rejected_is_not_retried(start: Callable[..., PoolView], bed: Bed
     view.wait_condition("Stalled", "False")
 
 
-def test_image_pull_failure_is_not_retried(start: Callable[..., PoolView], bed: Bed, figure: Figure) -> None:
-    """An image that cannot be pulled: pods stay, the condition names the reason; nothing is created over and over."""
+def test_image_pull_failure_is_not_retried(install: Install, control_plane: Cluster, bed: Bed) -> None:
+    """An image that cannot be pulled: ImagePullFailed in the kubelet's word; five more passes make no pod; another heals it."""
     bed.fakes.rules(Rule(image="ImagePullBackOff"))
-    view = start()
+    operators = install(settings={"times": {"imagePullSeconds": 5}})
+    operators.start()
+    since = bed.cluster.audit_size()
+    view = PoolView(control_plane, operators.namespace, operators=operators)
+    view.create(gpu_pool())
+    found = view.wait_condition("Stalled", "True", "ImagePullFailed")
+    assert "ImagePullBackOff" in found["message"]
+    uids = {pod["metadata"]["uid"] for pod in view.pods()}
+    passes = lambda: operators.metric("op-a", "prefill_operator_reconcile_seconds_count")  # noqa: E731
+    for number in range(5):
+        before, note = passes(), {"metadata": {"annotations": {"test/number": str(number)}}}
+        bed.cluster.api.patch("prefillpools", view.namespace, view.name, note)
+        view.wait("another pass", lambda before=before: expect(passes() > before, before))
+    assert {pod["metadata"]["uid"] for pod in view.pods()} == uids
+    assert pods_created(view, since) == len(uids) == 4
+    bed.fakes.rules()
+    view.change(engine={"image": "registry.example/engine:2"})
+    view.wait_settled(4, seconds=180)
+    view.wait_condition("Stalled", "False")
 
-    def said() -> None:
-        text = json.dumps(view.status().get("conditions", []))
-        assert "ImagePullBackOff" in text or "ImagePull" in text, text
 
-    view.wait("the reason in a condition", said)
-    assert len(view.pods()) == 4
-
-
+@pytest.mark.sees_nodes
 def test_gpu_fault_on_the_node(start: Callable[..., PoolView], bed: Bed, figure: Figure) -> None:
     """A GPU fault reported on a node: its pods are replaced first, then drained; never below 4 ready."""
     view = start()
@@ -171,6 +188,7 @@ def test_gpu_fault_on_the_node(start: Callable[..., PoolView], bed: Bed, figure:
         assert watch.lowest >= 4
 
 
+@pytest.mark.sees_nodes
 def test_cordon_moves_pods_first(start: Callable[..., PoolView], bed: Bed) -> None:
     """A cordoned node: replacements become ready elsewhere before its pods drain, so kubectl drain finds nothing to wait for."""
     view = start()
@@ -193,8 +211,14 @@ def test_no_room_says_so(start: Callable[..., PoolView], bed: Bed) -> None:
     """More PEs than GPUs: the ready ones serve, the pool carries the scheduler's words, scaling down frees the pending first."""
     view = start(replicas=9)
     view.wait("8 ready pods", lambda: expect(sum(map(is_ready, view.pods())) == 8, len(view.ready())))
-    found = view.wait_condition("Available", "False")
-    assert "8/9" in found["message"] or "Insufficient" in json.dumps(view.status()["conditions"])
+
+    def said() -> None:
+        found = view.condition("Available")
+        words = ("8/9 ready", "nodes are available", "Insufficient nvidia.com/gpu")
+        assert found["status"] == "False", found
+        assert all(word in found["message"] for word in words), found["message"]
+
+    view.wait("the scheduler's words in Available", said)
     ready = {pod["metadata"]["name"] for pod in view.ready()}
     view.change(replicas=7)
     view.wait_settled(8)

@@ -29,8 +29,8 @@ def revisions(view: PoolView) -> set[str]:
 
 @pytest.fixture
 def pool(install: Install, control_plane: Cluster) -> PoolView:
-    """3 PEs and 1 spare, all ready."""
-    operators = install()
+    """3 PEs and 1 spare, all ready; the operator compares its cache with the API server every two seconds."""
+    operators = install(settings={"resyncSeconds": 2})
     operators.start()
     view = PoolView(control_plane, operators.namespace, operators=operators)
     view.create(gpu_pool())
@@ -52,12 +52,15 @@ def test_becomes_ready(pool: PoolView) -> None:
 
 @pytest.mark.short
 def test_second_pass_writes_nothing(pool: PoolView, control_plane: Cluster, figure: Figure) -> None:
-    """A restarted operator finds nothing to do: no write at all until it has reconciled and resynced."""
+    """A restarted operator finds nothing to do: it reconciles and resyncs without a write, and answers the first change."""
     operators = pool.installation
     user = operators.user
     operators.children["op-a"].end(signal.SIGTERM)
     since = control_plane.audit_size()
     child = operators.start("op-b")
+    operators.wait_resynced("op-b")
+    assert operators.metric("op-b", "prefill_operator_reconcile_seconds_count") >= 1
+    assert control_plane.writes(user, since=since) == []
     pool.change(paused=True)  # the answer to it proves that the new process reconciles
     pool.wait_condition("Paused", "True")
     writes = control_plane.writes(user, since=since)
@@ -141,6 +144,7 @@ def test_pack_leaves_a_node_empty(pool: PoolView) -> None:
     assert len({pod["spec"]["nodeName"] for pod in pool.live()}) == 2
 
 
+@pytest.mark.sees_nodes
 def test_larger_ep_on_a_full_cluster(pool: PoolView, figure: Figure) -> None:
     """EP 4 to 8 on a full cluster: whole nodes are emptied one by one, Available stays True."""
     pool.change(replicas=7)

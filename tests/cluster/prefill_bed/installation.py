@@ -1,6 +1,7 @@
 """The operator installed by its chart: as pods (real nodes), or as processes of this machine that have the chart's settings and
 exactly the chart's rights (fake nodes, where no container runs)."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ CHART = ROOT / "charts" / "prefill"
 WORKLOADS = {"Deployment", "PodDisruptionBudget", "Service", "Pod"}
 LEASE = "prefill-operator"
 EXIT_LEASE_LOST = 3
+_ROUNDS = "prefill_operator_resync_rounds_total"
 CRD_NAMES = ("prefillpools.prefill.dev", "vepools.prefill.dev")
 
 QUICK: Json = {
@@ -113,6 +115,28 @@ class LocalOperators:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._ports[name]}/metrics", timeout=10) as answer:
             text: str = answer.read().decode()
         return text
+
+    def metric(self, name: str, metric: str) -> float:
+        """One metric of an operator's page, summed over its labels; 0 where nothing was counted yet."""
+        found = re.findall(rf"^{metric}(?:{{[^}}]*}})? ([0-9.e+-]+)$", self.metrics(name), re.MULTILINE)
+        return sum(map(float, found))
+
+    def wait_resynced(self, name: str, *, rounds: int = 2) -> None:
+        """Until it has compared its cache with the API server so often from now on. The first of them may have begun before,
+        so it takes two for one that saw what is now; a case that asks for this shortens settings.resyncSeconds."""
+        wanted = self.metric(name, _ROUNDS) + rounds
+
+        def check() -> None:
+            done = self.metric(name, _ROUNDS)
+            assert done >= wanted, f"{done:.0f} of {wanted:.0f} rounds"
+
+        until(f"{name} to compare its cache", check, seconds=120)
+
+    def check_cache(self, name: str = "op-a") -> None:
+        """Its cache equals the API server now, and no watch has missed anything since it leads (k8s.md 7.3 item 11)."""
+        self.wait_resynced(name)
+        missed = self.metric(name, "prefill_operator_resync_mismatch_total")
+        assert missed == 0, f"{missed:.0f} objects had been missed: {self.children[name].tail()}"
 
     def start(self, name: str = "op-a", *, lead: bool = True) -> Child:
         """An operator process under its own identity; with `lead`, waits until it holds the Lease."""
@@ -209,12 +233,22 @@ class Release:
     def uninstall(self) -> None:
         self.helm.run("uninstall", self.NAME, "--namespace", self.NAMESPACE, "--wait", "--timeout", "120s")
 
+    def test(self) -> str:
+        """helm test; what its pod printed. It fails where the pod does."""
+        return self.helm.run("test", self.NAME, "--namespace", self.NAMESPACE, "--logs", "--timeout", "180s")
+
     def pods(self) -> list[Json]:
-        return self.cluster.api.list("pods", self.NAMESPACE, labels=f"app.kubernetes.io/instance={self.NAME}")
+        """Of the operator."""
+        labels = f"app.kubernetes.io/instance={self.NAME},app.kubernetes.io/component!=test"
+        return self.cluster.api.list("pods", self.NAMESPACE, labels=labels)
+
+    def lease(self) -> Json:
+        """The Lease's spec: who leads, and since when."""
+        spec: Json = self.cluster.api.get("leases", self.NAMESPACE, LEASE)["spec"]
+        return spec
 
     def lease_holder(self) -> str:
-        lease = self.cluster.api.get("leases", self.NAMESPACE, LEASE)
-        return str(lease["spec"].get("holderIdentity") or "")
+        return str(self.lease().get("holderIdentity") or "")
 
     def leader(self) -> Json:
         """The pod that holds the Lease."""

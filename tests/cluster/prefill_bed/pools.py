@@ -1,6 +1,7 @@
 """Pools under test: their manifests, and what one reads off their pods and status."""
 
 import http.client
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -85,6 +86,40 @@ class PoolView:
     def events(self) -> list[Json]:
         events = self.cluster.api.list("events", self.namespace)
         return [event for event in events if event["involvedObject"].get("name") == self.name]
+
+    def wait_event(self, reason: str, *, seconds: float = 30) -> str:
+        """Until an event of this reason is there about the pool; its message."""
+
+        def check() -> str:
+            messages = {event["reason"]: str(event["message"]) for event in self.events()}
+            assert reason in messages, sorted(messages)
+            return messages[reason]
+
+        message: str = self.wait(f"an event {reason}", check, seconds=seconds)
+        return message
+
+    def row(self) -> dict[str, str]:
+        """What `kubectl get -o wide` shows of the pool, by column; an empty cell is ""."""
+        arguments = ("get", self.resource, self.name, "--namespace", self.namespace, "--output", "wide")
+        header, line = self.cluster.kubectl(*arguments).stdout.splitlines()
+        columns = list(re.finditer(r"\S+", header))
+        ends = [column.start() for column in columns[1:]] + [len(line)]
+        return {column[0]: line[column.start() : end].strip() for column, end in zip(columns, ends, strict=True)}
+
+    def wait_row(self, *, seconds: float = 30, **columns: object) -> None:
+        """Until `kubectl get` says this, with as many READY as there are ready pods: `wait_row(UP_TO_DATE=2, REASON="AllReady")`.
+
+        What users look at first must not lag behind, hence the short deadline.
+        """
+        wanted = {name.replace("_", "-"): str(value) for name, value in columns.items()}
+
+        def check() -> None:
+            shown, ready = self.row(), len(self.ready())
+            wrong = {name: (shown.get(name), value) for name, value in wanted.items() if shown.get(name) != value}
+            assert not wrong, f"shown and wanted: {wrong}; {shown}"
+            assert shown["READY"] == str(ready), f"{ready} pods are ready; {shown}"
+
+        self.wait(f"kubectl get to show {wanted}", check, seconds=seconds)
 
     def wait(self, what: str, check: Callable[[], Any], *, seconds: float = 120) -> Any:
         return until(f"pool {self.name}: {what}", check, seconds=seconds)
