@@ -34,11 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Process 1 of a container ignores what it does not handle: a pod deleted in its first second would live out its grace.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="prefill-engine", description="Prefill engine for DeepSeek-V4.1-Flash.")
+    parser = argparse.ArgumentParser(
+        prog="prefill-engine", description="Prefill engine for DeepSeek-V4.1-Flash.", allow_abbrev=False
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     for verb, summary in VERBS.items():
-        subparser = verbs.add_parser(verb, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        description = summary[0].upper() + summary[1:] + "."
+        subparser = verbs.add_parser(verb, help=summary, description=description, allow_abbrev=False)
         if verb == chosen:
             module = importlib.import_module(f"prefill_engine.cli.{verb.replace('-', '_')}")
             module.add_arguments(subparser)

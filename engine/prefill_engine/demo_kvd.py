@@ -87,7 +87,7 @@ class SlowStore:
 
 def main() -> None:
     """Serves until SIGTERM; exit codes are kvd's."""
-    parser = argparse.ArgumentParser(prog="prefill_engine.demo_kvd")
+    parser = argparse.ArgumentParser(prog="prefill_engine.demo_kvd", allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--bytes-per-second", type=float, required=True)
     args = parser.parse_args()

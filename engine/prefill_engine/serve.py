@@ -142,7 +142,7 @@ async def _serve(config: EngineConfig, spec: ModelSpec, host: HostIdentity, opti
         ]
         facts = _facts(config, host, ports, processes, epoch)
         options.announce(json.dumps({"event": "listening", **facts}))
-        logger.info("listening", extra={**facts, "config": msgspec.to_builtins(config)})
+        logger.info("listening", extra={**facts, "plan_hash": host.plan_hash, "config": msgspec.to_builtins(config)})
         return await _run_until_end(front, config, options, processes, facts)
     finally:
         for process in processes:

@@ -7,7 +7,7 @@ Parsed once at start; each object then gets its own part, never the whole tree.
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -50,6 +50,11 @@ def load_kvd_config(path: Path | None, overrides: Sequence[str]) -> KvdConfig:
 def load_encoder_config(path: Path | None, overrides: Sequence[str]) -> EncoderConfig:
     """As load_config, for a vision encoder."""
     return _load(path, overrides, EncoderConfig)
+
+
+def environment_of_libraries() -> MutableMapping[str, str]:
+    """The environment itself, as libraries that this process loads will read it (UCX)."""
+    return os.environ
 
 
 def load_identity(environ: Mapping[str, str] = os.environ) -> HostIdentity:

@@ -4,8 +4,10 @@ Same rules as EngineConfig: field docs give unit, range and the reason of the de
 """
 
 from enum import StrEnum
+from math import inf
 
 from prefill_plan.config import Struct, TlsConfig
+from prefill_plan.errors import ConfigError
 
 JOURNAL_ROOM_BYTES = 2 << 20
 """Beside the pool, in the same file system: kvd's lease journal before it is written anew (1 MiB), and the new one."""
@@ -32,14 +34,17 @@ class KvdStoreConfig(Struct):
     direct_io: bool = False
     """O_DIRECT reads of whole records; worth it where the medium is faster than the page cache is useful."""
     read_threads: int = 4
+    """1 to 256."""
     max_bytes: int = 0
     """Capacity that watermarks refer to; 0 = the medium's own free space decides."""
     high_watermark: float = 0.90
-    """Share of max_bytes at which the oldest generations are collected, down to low_watermark (kv.md 7.6)."""
+    """Share of max_bytes at which the oldest generations are collected, down to low_watermark (kv.md 7.6); at most 1."""
     low_watermark: float = 0.80
+    """More than 0, less than high_watermark."""
     grace_seconds: float = 60.0
     """Between withdrawing a segment and deleting it: longer than any read may take (3FS does not keep deleted files open)."""
     generation_seconds: float = 3600.0
+    """Time bucket of segments that are collected together; more than 0."""
     usrbio_library: str = "libhf3fs_api_shared.so"
     usrbio_mount: str = ""
     """Mount point of 3FS; "" = path's mount."""
@@ -53,7 +58,8 @@ class TransportConfig(Struct):
     advertise: str = ""
     """Address that peers are told; "" = POD_IP, else the host."""
     require_rdma: bool = False
-    """True: no RDMA device is an error at start, never a silent fall-back to TCP."""
+    """True: no RDMA device is an error at start, and UCX is left RDMA alone (UCX_TLS=rc,ud,dc, unless the pod sets another list
+    of RDMA transports): never a silent fall-back to TCP."""
     tls: TlsConfig = TlsConfig()
 
 
@@ -73,7 +79,7 @@ class KvdConfig(Struct):
     pool_bytes: int = 1 << 30
     """Whole pool, snapshots included; prefaulted before kvd says it is ready."""
     snapshot_bytes: int = 1 << 26
-    """Share of the pool for SWA snapshots."""
+    """Part of the pool for SWA snapshots; less than pool_bytes."""
     probe_port: int = 0
     """Plaintext gRPC health: "" = alive, "kvd" = started; 0 = any free port, -1 = none."""
     metrics_port: int = 0
@@ -94,10 +100,59 @@ class KvdConfig(Struct):
     pull_deadline_seconds: float = 0.020
     """For one snapshot from a peer; later = replay."""
     max_quarantined_slots: int = 64
-    """More timed-out destinations than this: the transport's connections are closed, which ends their late writes."""
+    """More timed-out destinations than this, or than a quarter of the snapshot slots: the connections of their peers are closed,
+    which ends their late writes. A single one that stays late for 5 s closes its peer's, too."""
     read_budget_bytes: int = 1 << 30
     """Bytes of store reads in flight per session; beyond it hits are shortened (kv.md 7.4)."""
     write_queue_bytes: int = 1 << 28
     """Committed blocks that wait for the store; beyond it the newest are dropped and counted."""
     tenant_share: float = 0.5
-    """Share of the block slots that one tenant may hold when others want room."""
+    """Share of the block slots, and of the snapshot slots, that one tenant may hold when others want room; more than 0, at most
+    1."""
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value out of its range: field, value, what was expected. Called by kvd at start."""
+        for field, low, high in _RANGES:
+            value: Struct | float = self
+            for name in field.split("."):
+                value = getattr(value, name)
+            assert isinstance(value, int | float)
+            if not low <= value <= high:  # not a number (NaN) is in no range
+                expected = f"at least {low:g}" if high == inf else f"{low:g} to {high:g}"
+                raise ConfigError(f"{field} = {value}, expected {expected}", key=field, expected=expected)
+        self._check_order("snapshot_bytes", self.snapshot_bytes, "pool_bytes", self.pool_bytes)
+        store = self.store
+        self._check_order("store.low_watermark", store.low_watermark, "store.high_watermark", store.high_watermark)
+
+    def _check_order(self, less: str, value: float, more: str, limit: float) -> None:
+        if value >= limit:
+            expected = f"less than {more} = {limit}"
+            raise ConfigError(f"{less} = {value}, expected {expected}", key=less, expected=expected)
+
+
+_LEAST_SECONDS = 0.001
+_MOST_SECONDS = 366 * 86_400.0
+_LEAST_SHARE = 0.001
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("pool_bytes", 1, inf),
+    ("snapshot_bytes", 1, inf),
+    ("probe_port", -1, 65_535),
+    ("metrics_port", -1, 65_535),
+    ("engine_uid", -1, 2**32 - 2),
+    ("startup_timeout_seconds", 0, _MOST_SECONDS),
+    ("store.read_threads", 1, 256),
+    ("store.max_bytes", 0, inf),
+    ("store.high_watermark", _LEAST_SHARE, 1),
+    ("store.low_watermark", _LEAST_SHARE, 1),
+    ("store.grace_seconds", 0, _MOST_SECONDS),
+    ("store.generation_seconds", _LEAST_SECONDS, _MOST_SECONDS),
+    ("transport.port", 0, 65_535),
+    ("directory.deadline_seconds", _LEAST_SECONDS, _MOST_SECONDS),
+    ("lease_grace_seconds", 0, _MOST_SECONDS),
+    ("pull_deadline_seconds", _LEAST_SECONDS, _MOST_SECONDS),
+    ("max_quarantined_slots", 1, inf),
+    ("read_budget_bytes", 1, inf),
+    ("write_queue_bytes", 1, inf),
+    ("tenant_share", _LEAST_SHARE, 1),
+)
+"""Inclusive. What only a model's geometry can tell (room for one block and one snapshot) is checked when a rank connects."""

@@ -93,3 +93,18 @@ def test_kvd_that_refuses_is_told_of_once(
     assert len(refused) == 1
     kvd.refuses = False
     wait_until(lambda: client.link is not None, "a session")
+
+
+def test_kvd_that_drains_is_asked_for_no_slots_until_another_one_serves(kvd: FakeKvd, client: KvdClient) -> None:
+    kvd.kill()
+    kvd.is_draining = True
+    kvd.start()
+    wait_until(lambda: client.link is not None and client.link.is_current and client._is_draining, "the notice")
+    num_asked = kvd.calls.count("Reserve")
+    assert reserve(client) is None
+    assert kvd.calls.count("Reserve") == num_asked
+    kvd.kill()
+    kvd.is_draining = False
+    kvd.start()
+    wait_until(lambda: client.link is not None and client.link.is_current and not client._is_draining, "a new session")
+    wait_until(lambda: reserve(client) is not None, "slots")

@@ -47,6 +47,8 @@ def test_ready_engine_answers_on_all_ports_and_drains_on_sigterm(tmp_path: Path)
         assert not (tmp_path / "ready.json").exists()
         lines = [json.loads(line) for line in engine.stderr().splitlines() if line.startswith("{")]
         assert {"listening", "ready", "drain begins", "engine ended"} <= {line["message"] for line in lines}
+        # The hash of the operator's plan, by which its log and the engine's are put together (k8s.md 4.3).
+        assert [line["plan_hash"] for line in lines if line["message"] == "listening"] == ["plan-7"]
         assert not [line for line in lines if line["level"] == "ERROR"]
 
 

@@ -95,6 +95,15 @@ def test_beyond_max_bytes_nothing_is_written_until_a_collection(tmp_path: Path, 
     assert len(publish(store, "e")) == 1
 
 
+def test_before_the_first_collection_max_bytes_holds_as_well(tmp_path: Path, clock: Clock) -> None:
+    """On an emptyDir the kubelet evicts the pod that is beyond its limit."""
+    store = open_store(tmp_path, clock, num_segments=4)
+    publish(store, *"abcd")
+
+    with pytest.raises(StoreUnavailable, match="0 bytes are left of max_bytes"):
+        publish(store, "e")
+
+
 def test_below_the_high_watermark_nothing_goes(tmp_path: Path, clock: Clock) -> None:
     store = open_store(tmp_path, clock)
     segments = publish(store, *"abcdef")

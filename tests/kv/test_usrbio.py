@@ -257,9 +257,9 @@ def test_buffers_of_lost_completions_come_back_with_them(hf3fs: Fake, make_clien
     segment = store.publish(make_records("a"))
     hf3fs.fault("lose", times=10**6)
     # More than there are buffers: from some point on, reads fail for want of one.
-    for _ in range(45):
+    for _ in range(60):
         assert read(store, locations(segment)).bad == {0: "io"}
-    assert hf3fs.count("prepared") < 45 + 4
+    assert hf3fs.count("prepared") < 60 + 4
     hf3fs.fault("lose", times=0)
     assert read(store, locations(segment)).bad == {0: "io"}
 

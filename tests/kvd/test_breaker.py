@@ -1,4 +1,4 @@
-from prefill_engine.kvd.breaker import Breaker
+from prefill_engine.kvd.breaker import Breaker, Renewal
 
 
 class Time:
@@ -49,3 +49,39 @@ def test_try_that_never_reports_does_not_block_the_next() -> None:
     assert breaker.allows()
     time.now = 1.2
     assert breaker.allows()
+
+
+def test_renewal_is_due_after_pauses_that_double_while_it_fails() -> None:
+    time = Time()
+    renewal = Renewal(first_seconds=15.0, last_seconds=100.0, clock=time)
+    due = []
+    for second in range(400):
+        time.now = float(second)
+        if renewal.is_due(is_failing=True):
+            due.append(second)
+    assert due == [15, 45, 105, 205, 305]
+
+
+def test_a_medium_that_answers_in_between_is_not_renewed() -> None:
+    time = Time()
+    renewal = Renewal(first_seconds=15.0, last_seconds=100.0, clock=time)
+    for second in range(100):
+        time.now = float(second)
+        assert not renewal.is_due(is_failing=second % 15 != 0)
+
+
+def test_only_an_answer_makes_the_pauses_short_again() -> None:
+    """After a renewal the breakers are closed: that alone proves nothing."""
+    time = Time()
+    renewal = Renewal(first_seconds=15.0, last_seconds=100.0, clock=time)
+
+    def seconds_until_due() -> float:
+        started = time.now
+        assert not renewal.is_due(is_failing=False)
+        while not renewal.is_due(is_failing=True):
+            time.now += 1.0
+        return time.now - started
+
+    assert [seconds_until_due() for _ in range(5)] == [15, 30, 60, 100, 100]
+    renewal.succeed()
+    assert seconds_until_due() == 15

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prefill_engine.kv.directory import Holder, SnapshotLocation
 from prefill_engine.kv.segments import BlockLocation, SegmentInfo
 from prefill_engine.kvd.directory_failures import PullFailures
+from prefill_engine.kvd.directory_local import pullable
 from prefill_engine.kvd.directory_state import DirectoryLimits, DirectoryState, Standing
 from prefill_plan.block_keys import BlockKey
 
@@ -293,3 +295,22 @@ def test_counts_return_to_zero_after_everything_is_withdrawn() -> None:
         state.withdraw_snapshots(name, 1, (), everything=True, now=0.0)
     counts = state.counts()
     assert (counts.snapshots, counts.segments, counts.blocks) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "is_tried"),
+    [
+        ("tcp", ("tcp",), True),
+        ("tcp", ("tcp+tls",), False),
+        ("tcp+tls", ("tcp+tls",), True),
+        ("tcp", ("nixl-ucx-tcp",), False),
+        ("nixl-ucx-rdma", ("tcp",), False),
+        ("nixl-ucx-rdma", ("nixl-ucx-tcp",), True),
+        ("tcp", ("nixl-ucx-rdma", "tcp"), True),
+        ("tcp", (), False),
+    ],
+)
+def test_only_holders_that_speak_our_transport_are_tried(ours: str, theirs: tuple[str, ...], is_tried: bool) -> None:
+    us, peer = (replace(holder(name), transports=kinds) for name, kinds in (("us", (ours,)), ("peer", theirs)))
+    found = (SnapshotLocation(key=key(1), holder=peer),)
+    assert pullable(found, us=us, failures=PullFailures(), now=0.0) == (found if is_tried else ())

@@ -15,8 +15,9 @@ from prefill_engine.kv.transport.contract import PullState
 from prefill_engine.kvd.directory_local import LocalDirectory
 from prefill_engine.kvd.slot_pool import SlotState
 from prefill_plan.block_keys import BlockKey, snapshot_key
+from prefill_plan.kvd_config import KvdConfig
 from prefill_testing.keeper_rig import NUM_SNAPSHOTS, OWNER, Rig, commit_snapshot, open_rig, run, tell_peer_has, until
-from prefill_testing.kvd_fakes import chain, make_snapshot
+from prefill_testing.kvd_fakes import GEOMETRY, chain, make_snapshot
 
 
 def test_snapshot_is_pulled_from_a_peer_then_served_here(tmp_path: Path) -> None:
@@ -111,6 +112,18 @@ def test_replayed_snapshot_does_not_replace_the_exact_one_that_is_being_pulled(t
     run(test, tmp_path)
 
 
+def test_transport_is_told_the_snapshot_area_and_no_more(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        await until(lambda: len(rig.transport.regions) == 1)
+        (region,) = rig.transport.regions
+        assert len(region) == NUM_SNAPSHOTS * GEOMETRY.snapshot_record_bytes
+        rig.pool.snapshot(0)[:5] = b"first"
+        rig.pool.snapshot(NUM_SNAPSHOTS - 1)[-4:] = b"last"
+        assert (bytes(region[:5]), bytes(region[-4:])) == (b"first", b"last")
+
+    run(test, tmp_path)
+
+
 def test_late_pull_keeps_its_slot_out_of_the_pool_until_it_settles(tmp_path: Path) -> None:
     """ai-dynamo/nixl#2067: what was given up may still be written."""
 
@@ -137,6 +150,9 @@ def test_late_pull_keeps_its_slot_out_of_the_pool_until_it_settles(tmp_path: Pat
 
 
 def test_too_many_late_pulls_close_the_peer(tmp_path: Path) -> None:
+    """With the default limit, which is more than the pool has slots."""
+    assert KvdConfig().max_quarantined_slots > NUM_SNAPSHOTS
+
     async def test(rig: Rig) -> None:
         keys = chain("a", 3)
         await rig.save(keys)
@@ -149,7 +165,61 @@ def test_too_many_late_pulls_close_the_peer(tmp_path: Path) -> None:
         await until(lambda: rig.transport.closed_peers == ["10.0.0.1:7"])
         await rig.assert_nothing_leaks()
 
-    run(test, tmp_path, max_quarantined_slots=1)
+    run(test, tmp_path)
+
+
+def test_one_pull_that_stays_late_closes_its_peer_once(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        keys = chain("a", 2)
+        await rig.save(keys)
+        await tell_peer_has(rig, keys[1], b"")
+        rig.transport.state, rig.transport.closing_settles = PullState.LATE, False
+        answer = await rig.open(keys, want_snapshot=True)
+        await until(lambda: rig.row(answer).snapshot_state is SnapshotState.FAILED)
+        rig.keeper.close([answer.lease_id])
+        for _ in range(3):
+            await rig.keeper._tick()
+        assert rig.transport.closed_peers == []
+        rig.clock.ahead = 6.0
+        for _ in range(3):
+            await rig.keeper._tick()
+        assert rig.transport.closed_peers == ["10.0.0.1:7"], "not again while it settles"
+        rig.transport.is_settled = True
+        await rig.assert_nothing_leaks()
+
+    run(test, tmp_path)
+
+
+def test_lookup_whose_snapshot_is_still_being_pulled_is_not_counted_as_exact(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        keys = chain("a", 3)
+        await rig.save(keys)
+        await tell_peer_has(rig, keys[2], b"torn")
+        rig.transport.state = PullState.FAILED
+        leases = [await rig.open(keys, want_snapshot=True)]
+        assert leases[0].snapshot is SnapshotState.PULLING
+        await until(lambda: rig.row(leases[0]).snapshot_state is SnapshotState.FAILED)
+        await commit_snapshot(rig, keys[2], make_snapshot(keys[2]))
+        leases += [await rig.open(keys, want_snapshot=want) for want in (True, False)]
+        await rig.open(chain("never", 1))
+        counts = {mode: rig.metric("open_total", mode=mode) for mode in ("exact", "pulling", "replay", "miss")}
+        assert counts == {"exact": 1, "pulling": 1, "replay": 1, "miss": 1}
+        rig.keeper.close([lease.lease_id for lease in leases])
+        await rig.assert_nothing_leaks()
+
+    run(test, tmp_path)
+
+
+def test_tenant_that_floods_snapshots_leaves_another_one_its_share(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        quiet = chain("quiet", 1)[0]
+        await commit_snapshot(rig, quiet, make_snapshot(quiet), tenant="quiet")
+        for key in chain("loud", 3 * NUM_SNAPSHOTS):
+            await commit_snapshot(rig, key, make_snapshot(key), tenant="loud")
+        assert snapshot_key(quiet) in rig.keeper.snapshot_keys()
+        assert len(rig.keeper.snapshot_keys()) == NUM_SNAPSHOTS
+
+    run(test, tmp_path)
 
 
 def test_evicted_snapshot_is_withdrawn_from_the_directory(tmp_path: Path) -> None:

@@ -85,6 +85,9 @@ def test_blocks_and_snapshot_of_another_pod_are_served(cluster: Cluster) -> None
     assert cluster.snapshot_state(answer) is SnapshotState.READY
     assert bytes(cluster.near_rank.pool.snapshot(answer.snapshot_slot)) == make_snapshot(KEYS[-1])
     assert cluster.near.metric('swapin_bytes_total{src="peer"}') == len(make_snapshot(KEYS[-1]))
+    wait_until(lambda: cluster.near.metric('transport_events_total{name="pull_done"}') == 1, "the pull in the metrics")
+    wait_until(lambda: cluster.far.metric('transport_events_total{name="served"}') == 1, "the serving in the metrics")
+    assert cluster.near.metric('directory_client_events_total{name="joins"}') == 1
     cluster.near_rank.close_leases(answer.lease_id)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import msgspec
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefill_engine.kvd.process import KvdOptions, run_kvd
@@ -20,7 +21,7 @@ from prefill_engine.settings import HostIdentity
 from prefill_plan.errors import ExitCode
 from prefill_plan.kvd_config import KvdConfig
 from prefill_testing.kvd_fakes import GEOMETRY, chain
-from prefill_testing.kvd_process import KvdProcess, RankClient, wait_until
+from prefill_testing.kvd_process import DEADLINE_SECONDS, KvdProcess, RankClient, wait_until
 
 KEYS = chain("k", 6)
 
@@ -60,6 +61,57 @@ def test_saved_blocks_are_served_and_survive_a_clean_restart_in_the_store(kvd: K
     rank.leave()
 
 
+TOO_MANY = [
+    ("Reserve", {"owner_epoch": 1, "num_snapshots": 2**32 - 1}, "num_snapshots = 4294967295, expected at most 64"),
+    ("Reserve", {"owner_epoch": 1, "num_blocks": 2**32 - 1}, "num_blocks = 4294967295, expected at most 1024"),
+    ("Open", {"owner_epoch": 1, "keys": bytes(32 * 65_537)}, "keys = 65537, expected at most 65536"),
+    ("Open", {"owner_epoch": 1, "keys": bytes(33)}, "33 bytes of keys, 0 resident blocks: expected 32 bytes a key"),
+    ("Open", {"owner_epoch": 1, "limit": Duration(seconds=-1)}, "limit = -1 s, expected 0"),
+    ("Commit", {"blocks": [pb.CommitBlock(key=KEYS[0])] * 1025}, "blocks = 1025, expected at most 1024"),
+    ("Commit", {"snapshots": [pb.CommitSnapshot(key=bytes(33))] * 65}, "snapshots = 65, expected at most 64"),
+    ("Close", {"lease_ids": range(65_537)}, "lease_ids = 65537, expected at most 65536"),
+    ("Close", {"reservation_ids": range(65_537)}, "reservation_ids = 65537, expected at most 65536"),
+]
+
+
+def test_call_that_asks_for_too_much_is_refused_with_value_and_limit_and_costs_nobody_anything(kvd: KvdProcess) -> None:
+    rank = RankClient(kvd.socket)
+    rank.save(KEYS, KEYS[-1:])
+    types = {
+        "Reserve": pb.ReserveSlotsRequest,
+        "Open": pb.OpenRequest,
+        "Commit": pb.CommitRequest,
+        "Close": pb.CloseRequest,
+    }
+    for call, fields, text in TOO_MANY:
+        with pytest.raises(grpc.RpcError) as caught:
+            getattr(rank.stub, call)(types[call](**fields), timeout=DEADLINE_SECONDS)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, call
+        assert text in caught.value.details()
+    answer = rank.open(KEYS, want_snapshot=True)
+    assert (answer.found_blocks, answer.snapshot) == (6, pb.OpenResponse.HELD), "nothing was evicted"
+    rank.leave()
+
+
+def test_commit_of_foreign_slots_names_a_few_of_them(kvd: KvdProcess) -> None:
+    rank = RankClient(kvd.socket)
+    reserved = rank.reserve(1)
+    blocks = [pb.CommitBlock(key=KEYS[0], slot=slot) for slot in range(100, 1100)]
+    with pytest.raises(grpc.RpcError, match=r"slots \[100, 101, .*107\] \(1000 in all\) are not of reservation"):
+        rank.stub.Commit(
+            pb.CommitRequest(reservation_id=reserved.reservation_id, blocks=blocks), timeout=DEADLINE_SECONDS
+        )
+    assert rank.close_leases(reserved.reservation_id).unknown == 0, "it holds its slots as before"
+    rank.leave()
+
+
+def test_session_that_abandons_too_many_calls_is_ended(kvd: KvdProcess) -> None:
+    rank = RankClient(kvd.socket)
+    rank.say(pb.SessionRequest(abandon=pb.SessionAbandon(call_ids=range(65_537))))
+    wait_until(lambda: kvd.metric("sessions") == 0, "the end of the session")
+    rank.leave()
+
+
 def test_second_kvd_on_the_same_pool_or_socket_is_refused(kvd: KvdProcess, tmp_path: Path) -> None:
     for name in ("pool_path", "socket"):
         directory = tmp_path / name
@@ -75,6 +127,8 @@ def test_second_kvd_on_the_same_pool_or_socket_is_refused(kvd: KvdProcess, tmp_p
     ("setting", "text"),
     [
         ({"store": {"kind": "file"}}, "store.path is empty"),
+        ({"store": {"read_threads": 0}}, "store.read_threads = 0, expected 1 to 256"),
+        ({"snapshot_bytes": 1 << 20}, "snapshot_bytes = 1048576, expected less than pool_bytes = 1048576"),
         ({"transport": {"kind": "tcp", "require_rdma": True}}, "never uses RDMA"),
         ({"required": True, "startup_timeout_seconds": 0.1, "fuse_config": "/no.toml"}, "hf3fs_fuse_main is not on"),
         (
@@ -84,10 +138,11 @@ def test_second_kvd_on_the_same_pool_or_socket_is_refused(kvd: KvdProcess, tmp_p
         ({"socket": "/nowhere/kvd.sock"}, "there is no directory /nowhere"),
         ({"pool_path": "/dev/shm/kvd-test-too-big", "pool_bytes": 1 << 50}, "make /dev/shm larger"),
     ],
-    ids=["store-path", "rdma", "fuse", "required-store", "socket", "shm"],
+    ids=["store-path", "range", "snapshots", "rdma", "fuse", "required-store", "socket", "shm"],
 )
 def test_wrong_configuration_ends_with_exit_code_10(tmp_path: Path, setting: dict[str, object], text: str) -> None:
-    tree = {"socket": f"{tmp_path}/kvd.sock", "pool_path": f"{tmp_path}/pool", "pool_bytes": 1 << 20, **setting}
+    sizes = {"pool_bytes": 1 << 20, "snapshot_bytes": 1 << 18}
+    tree = {"socket": f"{tmp_path}/kvd.sock", "pool_path": f"{tmp_path}/pool", **sizes, **setting}
     identity = HostIdentity(engine_id="pod-1", pod_ip="", zone="", plan_hash="")
     ending = run_kvd(
         msgspec.convert(tree, KvdConfig), identity, KvdOptions(drain_seconds=1.0, announce=lambda _line: None)

@@ -63,7 +63,7 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         self.mute: set[str] = set()
         self.silent: set[str] = set()
         self.call_ids: dict[int, int] = {}
-        self.refuses = False
+        self.refuses = self.is_draining = False
         self.calls: list[str] = []
         self.leases: dict[int, int] = {}
         self.reservations: dict[int, tuple[list[int], list[int]]] = {}
@@ -183,7 +183,8 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         if self.pool.echo(index) != hello.owner_epoch:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the echo was not seen")
         yield kv_pb2.SessionResponse(ready=kv_pb2.SessionReady())
-        yield kv_pb2.SessionResponse(notice=kv_pb2.SessionNotice(store_ok=True, transport="tcp"))
+        notice = kv_pb2.SessionNotice(store_ok=True, transport="tcp", draining=self.is_draining)
+        yield kv_pb2.SessionResponse(notice=notice)
         for request in requests:
             if request.WhichOneof("m") == "abandon":
                 self._abandon(request.abandon.call_ids)

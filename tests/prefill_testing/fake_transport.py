@@ -38,6 +38,7 @@ class FakeTransport:
     endpoint: str = ""
     kind: str = "tcp"
     closed_peers: list[str] = field(default_factory=list)
+    counters: dict[str, int] = field(default_factory=dict)
     _find: Callable[[bytes], Source | None] = lambda _key: None
     _grants: dict[bytes, tuple[memoryview, Callable[[], None]]] = field(default_factory=dict)
     _writing: set[bytes] = field(default_factory=set)
@@ -48,6 +49,9 @@ class FakeTransport:
         self._find = find
         self.network.transports[self.endpoint] = self
         return self.endpoint
+
+    async def use_region(self, region: memoryview) -> None:
+        return
 
     async def pull(self, endpoint: str, key: bytes, target: memoryview, *, deadline_seconds: float) -> PullOutcome:
         peer = self.network.transports.get(endpoint)

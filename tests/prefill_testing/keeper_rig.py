@@ -40,7 +40,7 @@ class Rig:
     shared: Any
     """The directory's state, which peers share."""
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, /, **labels: str) -> float:
         return self.registry.get_sample_value(f"kv_{name}", labels) or 0.0
 
     async def open(self, keys: list[BlockKey], **changes: Any) -> OpenAnswer:
@@ -137,6 +137,7 @@ async def open_rig(tmp_path: Path, *, has_store: bool = True, epoch: int = 9, **
         if store.hang is not None:
             store.hang.set()
         await keeper.stop()
+        transport.regions.clear()
         rank.close()
         memory.close()
 
@@ -151,8 +152,8 @@ async def tell_peer_has(rig: Rig, key: BlockKey, thing: bytes) -> None:
     rig.transport.things[key] = thing
 
 
-async def commit_snapshot(rig: Rig, key: BlockKey, record: bytes) -> None:
-    reservation = rig.keeper.reserve(OWNER, num_blocks=0, num_snapshots=1, tenant="")
+async def commit_snapshot(rig: Rig, key: BlockKey, record: bytes, *, tenant: str = "") -> None:
+    reservation = rig.keeper.reserve(OWNER, num_blocks=0, num_snapshots=1, tenant=tenant)
     assert reservation is not None
     (slot,) = reservation.snapshot_slots
     rig.pool.snapshot(slot)[:] = record

@@ -139,11 +139,17 @@ class FakeTransport:
         self.is_settled = True
         self.hold: asyncio.Event | None = None
         self.closed_peers: list[str] = []
+        self.closing_settles = True
+        self.counters: dict[str, int] = {}
+        self.regions: list[memoryview] = []
         self.find: Callable[[bytes], Source | None] = lambda _key: None
 
     async def listen(self, find: Callable[[bytes], Source | None]) -> str:
         self.find = find
         return "127.0.0.1:1"
+
+    async def use_region(self, region: memoryview) -> None:
+        self.regions.append(region)
 
     async def pull(self, endpoint: str, key: bytes, target: memoryview, *, deadline_seconds: float) -> PullOutcome:
         state = self.state
@@ -169,7 +175,7 @@ class FakeTransport:
 
     async def close_peer(self, endpoint: str) -> None:
         self.closed_peers.append(endpoint)
-        self.is_settled = True
+        self.is_settled = self.is_settled or self.closing_settles
 
     async def close(self) -> None:
         return

@@ -241,6 +241,10 @@ class RankClient:
     def close_leases(self, *leases: int) -> pb.CloseResponse:
         return self.stub.Close(pb.CloseRequest(lease_ids=leases))
 
+    def say(self, request: pb.SessionRequest) -> None:
+        """On the session."""
+        self._requests.put(request)
+
     def leave(self) -> None:
         """Ends the session as a process's end does; the mapping too."""
         self._requests.put(None)

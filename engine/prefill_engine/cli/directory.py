@@ -12,7 +12,9 @@ _LIMITS = DirectoryLimits()
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    serve = actions.add_parser("serve", help="run the directory in the foreground", description="Serves until SIGTERM.")
+    serve = actions.add_parser(
+        "serve", help="run the directory in the foreground", description="Serves until SIGTERM.", allow_abbrev=False
+    )
     serve.add_argument("--host", default="0.0.0.0")
     serve.add_argument("--port", type=int, default=50061, help="0 = any free port, printed at start")
     serve.add_argument("--metrics-port", type=int, default=-1, help="Prometheus; 0 = any free port, -1 = none")

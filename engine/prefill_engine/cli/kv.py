@@ -17,7 +17,9 @@ TERMINATION_LOG = Path("/dev/termination-log")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    serve = actions.add_parser("serve", help="run kvd in the foreground", description="Serves until SIGTERM.")
+    serve = actions.add_parser(
+        "serve", help="run kvd in the foreground", description="Serves until SIGTERM.", allow_abbrev=False
+    )
     serve.add_argument("--config", type=Path, metavar="FILE", help="KvdConfig as JSON")
     serve.add_argument(
         "--set", action="append", default=[], metavar="PART.FIELD=VALUE", dest="overrides", help="override one value"

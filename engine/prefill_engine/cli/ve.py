@@ -27,18 +27,24 @@ _USER_STATUS = ("INVALID_ARGUMENT", "OUT_OF_RANGE")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    serve = actions.add_parser("serve", help="run a vision encoder", description="Serves until SIGTERM.")
+    serve = actions.add_parser(
+        "serve", help="run a vision encoder", description="Serves until SIGTERM.", allow_abbrev=False
+    )
     add_serve_arguments(serve, config_name="EncoderConfig", entry_option="--encoder-entry", entry=ENCODER_ENTRY)
     drain = actions.add_parser(
         "drain",
         help="ask an encoder to take no new images and wait until it is empty",
         description="Returns when all images are encoded and their rows fetched or given up. What preStop calls.",
+        allow_abbrev=False,
     )
     drain.add_argument("--endpoint", default=_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
     drain.add_argument("--deadline-seconds", type=float, help="default: the encoder's server.drain_seconds")
     drain.add_argument("--json", action="store_true", help="one JSON object per status")
     info = actions.add_parser(
-        "info", help="what an encoder serves, and its load now", description="Model, limits, digest and load."
+        "info",
+        help="what an encoder serves, and its load now",
+        description="Model, limits, digest and load.",
+        allow_abbrev=False,
     )
     info.add_argument("--endpoint", default=_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
     info.add_argument("--json", action="store_true", help="print one JSON object")
@@ -47,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "encode",
             help="have one image encoded and say what it cost",
             description="Sends an image file, fetches its rows and checks them.",
+            allow_abbrev=False,
         )
     )
 

@@ -3,7 +3,7 @@
 Answers are hints; whoever follows one verifies. No call raises for a directory that is away: the answer is then "nothing known".
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,8 @@ from prefill_plan.block_keys import BlockKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A kvd that serves snapshots to peers. epoch: of its incarnation. endpoint: host:port of its transport listener."""
+    """A kvd that serves snapshots to peers. epoch: of its incarnation. endpoint: host:port of its transport listener. transports:
+    kinds that it speaks there; others do not try it by another."""
 
     holder_id: str
     epoch: int
@@ -32,6 +33,11 @@ class SnapshotLocation:
 
 class Directory(Protocol):
     """What kvd asks and tells. Called on its event loop."""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Monotonic, by what happened; exported as kv_directory_client_events_total."""
+        ...
 
     async def lookup_blocks(
         self, store_id: str, layout_id: bytes, keys: Sequence[BlockKey]

@@ -204,6 +204,11 @@ class PoolMemory:
         start = self.snapshot_offset(slot)
         return self._base[start : start + self._form.snapshot_record_bytes]
 
+    @property
+    def snapshot_area(self) -> memoryview:
+        """All snapshot slots."""
+        return self._base[self._snapshots_offset :]
+
     def record_offset(self, slot: int) -> int:
         """In the file."""
         assert 0 <= slot < self.num_blocks, slot

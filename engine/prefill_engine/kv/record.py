@@ -102,10 +102,16 @@ class RecordCodec:
         self._groups = tuple(zip((0, *ends), ends, strict=False))
         self._crcs = struct.Struct(f"<{len(self._groups)}I")
         self._crc_offset = self.shape.header_bytes - CRC_BYTES
+        self._ranges = tuple(
+            (self.shape.header_bytes + start, self.shape.header_bytes + end) for start, end in self._groups
+        )
         if GROUP_CRCS_OFFSET + self._crcs.size > self._crc_offset:
             raise ValueError(
                 f"header of {self.shape.header_bytes} bytes has no room for {len(self._groups)} group checksums"
             )
+        # All of a header in one call: a hit reads hundreds of them, one after the other under the interpreter's lock.
+        num_zeros = self._crc_offset - GROUP_CRCS_OFFSET - self._crcs.size
+        self._header = struct.Struct(f"{_FIXED.format}{len(self._groups)}I{num_zeros}xI")
 
     @classmethod
     def of_geometry(cls, geometry: RecordGeometry) -> "RecordCodec":
@@ -118,8 +124,7 @@ class RecordCodec:
 
     def group_range(self, group: int) -> tuple[int, int]:
         """Start and end of a group in the record, header included."""
-        start, end = self._groups[group]
-        return self.shape.header_bytes + start, self.shape.header_bytes + end
+        return self._ranges[group]
 
     def check_payload(self, payload: Buffer) -> None:
         """Raises ValueError unless it is a flat byte buffer of payload_bytes."""
@@ -176,16 +181,18 @@ class RecordCodec:
 
         For whoever gets a record piece by piece.
         """
-        magic, version, _, num_groups, _, layout_id, record_key = _FIXED.unpack_from(head)
+        magic, version, _, num_groups, _, layout_id, record_key, *group_crcs, header_crc = self._header.unpack_from(
+            head
+        )
         if magic != MAGIC or version != VERSION:
             return VerifyFailure.LAYOUT
-        if _CRC.unpack_from(head, self._crc_offset) != (self._header_crc(head),):
+        if header_crc != crc32c.crc32c(head[: self._crc_offset]):
             return VerifyFailure.CRC
         if layout_id != self._layout_id or num_groups != len(self._groups):
             return VerifyFailure.LAYOUT
         if record_key != key:
             return VerifyFailure.KEY
-        return self._crcs.unpack_from(head, GROUP_CRCS_OFFSET)
+        return tuple(group_crcs)
 
     def _group_crcs(self, payload: memoryview) -> tuple[int, ...]:
         return tuple(crc32c.crc32c(payload[start:end]) for start, end in self._groups)

@@ -107,8 +107,8 @@ class SegmentCollector:
         self._last_read: dict[str, float] = {}
         self._lock = threading.Lock()
         if config.max_bytes:
-            # What stands there already is measured by the first collection.
-            writer.limit(part_bytes=self._part_bytes(config.max_bytes), room_bytes=None)
+            # What stands there already is measured by the first collection; an empty medium is not overfilled before it either.
+            writer.limit(part_bytes=self._part_bytes(config.max_bytes), room_bytes=config.max_bytes)
 
     def touch(self, names: Sequence[str]) -> None:
         """These segments have been read."""

@@ -8,8 +8,9 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from prefill_engine.kv.file_operations import FileOperations
@@ -23,8 +24,17 @@ class HoleRead(OSError):
     """The medium says that bytes of the range were never written."""
 
 
-class SegmentData(Protocol):
-    """One medium. Thread-safe."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRange:
+    """Bytes of a file."""
+
+    path: str
+    offset: int
+    num_bytes: int
+
+
+class SegmentReads(Protocol):
+    """The reading side of a medium, for one job or for all. Thread-safe."""
 
     reads_pieces: bool
     """False: only whole records can be read (O_DIRECT, C17)."""
@@ -42,6 +52,15 @@ class SegmentData(Protocol):
 
     def close(self, handle: int) -> None:
         """Raises OSError; the handle is gone in any case."""
+        ...
+
+
+class SegmentData(SegmentReads, Protocol):
+    """One medium. Thread-safe."""
+
+    def job(self, ranges: Iterable[FileRange]) -> AbstractContextManager[SegmentReads]:
+        """The reading side for a job that will ask for these, in about this order; a medium may begin with them at once. At the
+        end of the context no other call is in progress."""
         ...
 
     def write(self, path: str, buffers: Sequence[Buffer]) -> None:
@@ -74,6 +93,9 @@ class PosixData:
         self._files = files
         self._open_flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct_io else 0)
         self.reads_pieces = not direct_io
+
+    def job(self, ranges: Iterable[FileRange]) -> AbstractContextManager[SegmentReads]:  # noqa: ARG002
+        return nullcontext(self)
 
     def open(self, path: str) -> int:
         return self._files.open(path, self._open_flags, 0)

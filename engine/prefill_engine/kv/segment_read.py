@@ -9,7 +9,8 @@ import errno
 import heapq
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import crc32c
 
 from prefill_engine.kv.record import RecordCodec, VerifyFailure
 from prefill_engine.kv.segment_counters import BadReason, SegmentCounters
-from prefill_engine.kv.segment_data import HoleRead, SegmentData
+from prefill_engine.kv.segment_data import HoleRead, SegmentReads
 from prefill_engine.kv.segment_file import SegmentForm
 from prefill_engine.kv.segment_paths import SegmentPaths
 from prefill_engine.kv.segments import ReadJob, RecordRead
@@ -25,6 +26,9 @@ from prefill_engine.kv.segments import ReadJob, RecordRead
 logger = logging.getLogger(__name__)
 
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
+# Reads that take longer than this, on the average of a job, wait for their medium and not for memory.
+_CALL_SECONDS, _BYTE_SECONDS = 50e-6, 1 / (2 << 30)
+_MOST_PATIENCE = 2e-3  # what fast reads save up for slow ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ def plan_strips(reads: Sequence[RecordRead], *, max_records: int) -> tuple[Strip
 class _OpenSegment:
     """The one handle of a segment in a job; a segment that could not be opened is not tried again."""
 
-    def __init__(self, path: str, data: SegmentData, counters: SegmentCounters) -> None:
+    def __init__(self, path: str, data: SegmentReads, counters: SegmentCounters) -> None:
         self._path, self._data, self._counters = path, data, counters
         self._lock = threading.Lock()
         self._handle: int | None = None
@@ -62,6 +66,8 @@ class _OpenSegment:
 
     def handle(self) -> int:
         """Raises OSError."""
+        if self._handle is not None:
+            return self._handle
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -90,12 +96,14 @@ class SegmentRead:
         job: ReadJob,
         *,
         strips: Sequence[Strip],
-        data: SegmentData,
+        data: SegmentReads,
         codec: RecordCodec,
         form: SegmentForm,
         paths: SegmentPaths,
         counters: SegmentCounters,
+        call_help: Callable[[], None] = lambda: None,
     ) -> None:
+        """call_help: one more thread may work, because reads wait for the medium; asked for any number of times."""
         self._job, self._data, self._codec, self._form, self._counters = job, data, codec, form, counters
         self._is_grouped = job.group_major and data.reads_pieces
         self._ranges = tuple(codec.group_range(group) for group in range(codec.num_groups))
@@ -105,6 +113,8 @@ class SegmentRead:
         self._queue: list[tuple[int, int, Strip]] = [(0, number, strip) for number, strip in enumerate(strips)]
         self._lock = threading.Lock()
         self._is_stopped = False
+        self._call_help = call_help
+        self._patience = 0.0  # seconds that reads may still take before they count as slow; threads may lose an update
         self._segments: dict[str, _OpenSegment] = {}
         for name in {strip.segment for strip in strips}:
             path = paths.resolve(name)
@@ -154,50 +164,60 @@ class SegmentRead:
                 record = strip.first_record + position
                 self._read_records(Strip(segment=strip.segment, first_record=record, reads=(index,)))
             return
-        record_bytes = self._form.record_bytes
         self._counters.add("bytes_read", num_bytes)
-        for position, index in enumerate(strip.reads):
-            if num_bytes < (position + 1) * record_bytes:
-                self._tell_bad(index, BadReason.SHORT)
-            elif (reason := self._verify_record(index)) is not None:
-                self._tell_bad(index, reason)
+        self._tell_records(strip, num_bytes // self._form.record_bytes)
+
+    def _tell_records(self, strip: Strip, num_whole: int) -> None:
+        """Of the first num_whole, which have arrived. Told together, so that whoever waits for news is woken once."""
+        reasons = [self._verify_record(index) for index in strip.reads[:num_whole]]
+        num_groups = len(self._ranges)
+        for index, reason in zip(strip.reads, reasons, strict=False):
+            if reason is None:
+                self._job.on_group(index, num_groups)
             else:
-                self._job.on_group(index, len(self._ranges))
+                self._tell_bad(index, reason)
+        for index in strip.reads[num_whole:]:
+            self._tell_bad(index, BadReason.SHORT)
 
     def _read_group(self, strip: Strip, group: int) -> Strip | None:
         """One group of each record of a strip, the header with the first; returns what is left of the strip."""
         start, end = self._ranges[group]
         start = start if group else 0
-        good = []
+        good: list[int] = []
+        bytes_read = 0
         for index in strip.reads:
             if self._is_stopped or self._job.is_cancelled():
-                return None
-            record = self._job.reads[index].location.record
-            target = self._job.reads[index].target[start:end]
+                good = []
+                break
+            read = self._job.reads[index]
+            target = read.target[start:end]
             try:
-                num_bytes = self._read(strip, [target], self._form.record_offset(record) + start)
+                num_bytes = self._read(strip, [target], self._form.record_offset(read.location.record) + start)
             except OSError as error:
                 self._fail((index,), _reason_of(error), error)
                 continue
-            self._counters.add("bytes_read", num_bytes)
-            if num_bytes < end - start:
-                self._tell_bad(index, BadReason.SHORT)
-                continue
-            reason = self._verify_header(index) if group == 0 else None
-            if reason is None:
-                reason = self._verify_group(index, group)
+            bytes_read += num_bytes
+            reason = BadReason.SHORT if num_bytes < end - start else self._verify_piece(index, group)
             if reason is not None:
                 self._tell_bad(index, reason)
                 continue
             good.append(index)
             self._job.on_group(index, group + 1)
+        self._counters.add("bytes_read", bytes_read)
         return Strip(segment=strip.segment, first_record=strip.first_record, reads=tuple(good)) if good else None
 
     def _read(self, strip: Strip, targets: Sequence[memoryview], offset: int) -> int:
         segment = self._segments.get(strip.segment)
         if segment is None:
             raise _ForeignSegment(errno.EINVAL, "not the name of a segment of this layout", strip.segment)
-        return self._data.read(segment.handle(), targets, offset)
+        handle = segment.handle()
+        started = time.perf_counter()
+        num_bytes = self._data.read(handle, targets, offset)
+        left = _CALL_SECONDS + num_bytes * _BYTE_SECONDS - (time.perf_counter() - started)
+        self._patience = patience = min(_MOST_PATIENCE, self._patience + left)
+        if patience < 0:
+            self._call_help()
+        return num_bytes
 
     def _is_open(self, strip: Strip) -> bool:
         segment = self._segments.get(strip.segment)
@@ -207,31 +227,35 @@ class SegmentRead:
             return False
 
     def _verify_record(self, index: int) -> BadReason | None:
-        reason = self._verify_header(index)
-        for group in range(len(self._ranges)):
+        expected = self._read_header(index)
+        if isinstance(expected, BadReason):
+            return expected
+        target = self._job.reads[index].target
+        for (start, end), crc in zip(self._ranges, expected, strict=True):
+            reason = _verify_part(target[start:end], crc)
             if reason is not None:
                 return reason
-            reason = self._verify_group(index, group)
-        return reason
+        return None
 
-    def _verify_header(self, index: int) -> BadReason | None:
+    def _verify_piece(self, index: int, group: int) -> BadReason | None:
+        """A group of a record whose earlier groups have passed; with the first, the header."""
+        expected = self._expected[index]
+        if expected is None:
+            found = self._read_header(index)
+            if isinstance(found, BadReason):
+                return found
+            self._expected[index] = expected = found
+        start, end = self._ranges[group]
+        return _verify_part(self._job.reads[index].target[start:end], expected[group])
+
+    def _read_header(self, index: int) -> tuple[int, ...] | BadReason:
+        """CRC32C that the groups of a read must have."""
         read = self._job.reads[index]
         header = read.target[: self._codec.shape.header_bytes]
         expected = self._codec.read_header(header, key=read.key)
         if isinstance(expected, VerifyFailure):
             return BadReason.HOLE if _is_zero(header) else BadReason(expected.value)
-        self._expected[index] = expected
-        return None
-
-    def _verify_group(self, index: int, group: int) -> BadReason | None:
-        start, end = self._ranges[group]
-        part = self._job.reads[index].target[start:end]
-        expected = self._expected[index]
-        # The header has passed; crc32c lets other threads run while it works on more than 32 KiB.
-        assert expected is not None
-        if crc32c.crc32c(part) == expected[group]:
-            return None
-        return BadReason.HOLE if _is_zero(part) else BadReason.CRC
+        return expected
 
     def _fail(self, indices: Sequence[int], reason: BadReason, error: OSError) -> None:
         logger.warning(
@@ -254,6 +278,13 @@ def _reason_of(error: OSError) -> BadReason:
     if isinstance(error, HoleRead):
         return BadReason.HOLE
     return BadReason.LAYOUT if isinstance(error, _ForeignSegment) else BadReason.IO
+
+
+def _verify_part(part: memoryview, expected: int) -> BadReason | None:
+    # crc32c lets other threads run while it works on more than 32 KiB.
+    if crc32c.crc32c(part) == expected:
+        return None
+    return BadReason.HOLE if _is_zero(part) else BadReason.CRC
 
 
 def _is_zero(part: memoryview) -> bool:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from prefill_engine.kv.segment_collect import SegmentCollector
 from prefill_engine.kv.segment_counters import BadReason, SegmentCounters
 from prefill_engine.kv.segment_data import DIRECT_ALIGN, PosixData, SegmentData, address_of, write_file
 from prefill_engine.kv.segment_file import SegmentForm
+from prefill_engine.kv.segment_helpers import Helpers
 from prefill_engine.kv.segment_paths import SegmentPaths
+from prefill_engine.kv.segment_ranges import plan_ranges
 from prefill_engine.kv.segment_read import SegmentRead, plan_strips
 from prefill_engine.kv.segment_scan import SegmentScan
 from prefill_engine.kv.segment_write import SegmentWriter
@@ -92,6 +94,10 @@ class FileSegmentStore:
         )
         # The caller of read is one of the threads; so a job makes progress even if all helpers work for others.
         self._num_helpers = max(0, config.read_threads - 1)
+        # Bytes that lie in memory: more threads than cores, or than one for small pieces, only take the interpreter's lock from
+        # each other. The others are called when reads turn out to wait for the medium.
+        self._is_cached = data is None and not config.direct_io
+        self._num_cores = len(os.sched_getaffinity(0))
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), thread_name_prefix="kv-read")
         self._is_closed = False
         self._num_active = 0
@@ -165,21 +171,32 @@ class FileSegmentStore:
 
     def _read(self, job: ReadJob) -> None:
         strips = plan_strips(job.reads, max_records=self._strip_records)
-        run = SegmentRead(
-            job,
-            strips=strips,
-            data=self._data,
-            codec=self._codec,
-            form=self._form,
-            paths=self._paths,
-            counters=self._counters,
+        ranges = plan_ranges(
+            job, strips, codec=self._codec, form=self._form, paths=self._paths, by_group=self._data.reads_pieces
         )
-        helpers = [self._helpers.submit(run.work) for _ in range(min(self._num_helpers, len(strips) - 1))]
-        try:
-            run.work()
-        finally:
-            failures = [failure for helper in helpers if (failure := _end(helper)) is not None]
-            run.finish()
+        most = min(self._num_helpers, len(strips) - 1)
+        at_once = most
+        if self._is_cached:
+            at_once = 0 if job.group_major else min(most, self._num_cores - 1)
+        helpers = Helpers(self._helpers, most=most)
+        with self._data.job(ranges) as data:
+            run = SegmentRead(
+                job,
+                strips=strips,
+                data=data,
+                codec=self._codec,
+                form=self._form,
+                paths=self._paths,
+                counters=self._counters,
+                call_help=lambda: helpers.call(run.work),
+            )
+            for _ in range(at_once):
+                helpers.call(run.work)
+            try:
+                run.work()
+            finally:
+                failures = helpers.end()
+                run.finish()
         if failures:
             raise failures[0]
         self._collector.touch(list({strip.segment for strip in strips}))
@@ -255,8 +272,3 @@ class FileSegmentStore:
         finally:
             self._data.close(handle)
         return bytes(page[:num_bytes]).strip().decode("ascii", "replace")
-
-
-def _end(helper: "Future[None]") -> BaseException | None:
-    """Cancels a helper that has not started, else waits for it."""
-    return None if helper.cancel() else helper.exception()

@@ -5,25 +5,23 @@ process and is then copied: so an IO whose completion never comes can't write in
 registered fd must be deregistered before it is closed, else the next file of that number reads the old one's bytes.
 """
 
-import ctypes
 import errno
 import fcntl
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prefill_engine.kv.file_operations import FileOperations
 from prefill_engine.kv.record import RecordGeometry
-from prefill_engine.kv.segment_data import FILE_MODE, HoleRead, address_of
+from prefill_engine.kv.segment_data import FILE_MODE, FileRange
 from prefill_engine.kv.segment_store import FileSegmentStore
 from prefill_engine.kv.store import Buffer
-from prefill_engine.kv.usrbio_library import FORBID_READ_HOLES, HOLE_STATUS, Iov, UsrbioLibrary, completion_error
-from prefill_engine.kv.usrbio_ring import RingIo, UsrbioRing
+from prefill_engine.kv.usrbio_ahead import WINDOW, ReadAhead
+from prefill_engine.kv.usrbio_lane import Extent, Lane
+from prefill_engine.kv.usrbio_library import FORBID_READ_HOLES, UsrbioLibrary
 from prefill_plan.errors import ConfigError
 from prefill_plan.kvd_config import KvdStoreConfig
 
@@ -34,49 +32,14 @@ _RING_ENTRIES = 1024
 _READ_BUFFER_BYTES = 1 << 20
 _WRITE_BUFFER_BYTES = 8 << 20  # one segment of 32 records of the largest layout
 _NUM_WRITE_BUFFERS = 2
-# More read buffers than threads: what lost completions hold is missing until they come.
-_SPARE_READ_BUFFERS = 16
+# Beside one for each thread that may ask: reads that are started before they are asked for, and what lost completions hold.
+_AHEAD_READ_BUFFERS = WINDOW
 _NUM_CALLERS = 16  # of SegmentStore.read at a time, beside the store's own threads
 
 
 def force_sync(fd: int) -> None:
     """Length and data of a file, as fsync on 3FS alone does not promise (kv.md 3.2). Raises OSError."""
     fcntl.ioctl(fd, _IOC_FSYNC, bytes(4))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """One registered buffer."""
-
-    address: int
-    view: memoryview
-
-
-class _Buffers:
-    """Pieces of one registered region. A piece whose IO was given up comes back when that has settled."""
-
-    def __init__(self, library: UsrbioLibrary, mount: str, *, count: int, piece_bytes: int) -> None:
-        """Raises OSError."""
-        # One block (block_size 0): no IO can cross a margin between blocks.
-        self.iov: Iov = library.create_iov(mount, count * piece_bytes)
-        base = int(self.iov.base)
-        region = memoryview((ctypes.c_ubyte * (count * piece_bytes)).from_address(base)).cast("B")
-        starts = range(0, count * piece_bytes, piece_bytes)
-        self._free = [_Piece(address=base + start, view=region[start : start + piece_bytes]) for start in starts]
-        self._condition = threading.Condition()
-        self.piece_bytes = piece_bytes
-
-    def take(self, seconds: float) -> _Piece:
-        """Raises OSError EBUSY if none came back in time."""
-        with self._condition:
-            if not self._condition.wait_for(lambda: bool(self._free), seconds):
-                raise OSError(errno.EBUSY, f"no USRBIO buffer was free for {seconds:g} s; completions are missing")
-            return self._free.pop()
-
-    def give_back(self, piece: _Piece) -> None:
-        with self._condition:
-            self._free.append(piece)
-            self._condition.notify()
 
 
 class UsrbioClient:
@@ -105,22 +68,16 @@ class UsrbioClient:
                 path="store.grace_seconds",
             )
         self._library = UsrbioLibrary(config.usrbio_library)
-        self._deadline_seconds, self._sync = deadline_seconds, sync
+        # One for each thread that may ask at a time: these are not taken ahead of need.
+        self._num_asking = config.read_threads + _NUM_CALLERS
+        self._sync = sync
         self._files = files or FileOperations()
         self.mount = config.usrbio_mount or self._library.find_mount(config.path) or ""
         if not self.mount:
             raise ConfigError(f"{config.path} is on no 3FS mount: expected store.path inside one", path="store.path")
         self._check_mount()
         try:
-            self._read_ring = UsrbioRing(
-                self._library, self.mount, entries=_RING_ENTRIES, for_read=True, flags=FORBID_READ_HOLES
-            )
-            self._write_ring = UsrbioRing(self._library, self.mount, entries=_RING_ENTRIES, for_read=False, flags=0)
-            count = config.read_threads + _NUM_CALLERS + _SPARE_READ_BUFFERS
-            self._reading = _Buffers(self._library, self.mount, count=count, piece_bytes=_READ_BUFFER_BYTES)
-            self._writing = _Buffers(
-                self._library, self.mount, count=_NUM_WRITE_BUFFERS, piece_bytes=_WRITE_BUFFER_BYTES
-            )
+            self._reading, self._writing = self._make_lanes(deadline_seconds)
         except OSError as error:
             raise ConfigError(
                 f"USRBIO of 3FS mount {self.mount} can't be set up: {error.strerror}; expected that the FUSE process sees the "
@@ -134,20 +91,16 @@ class UsrbioClient:
 
     def read(self, handle: int, targets: Sequence[memoryview], offset: int) -> int:
         """As SegmentData. Raises OSError ETIMEDOUT for a lost completion; targets are then as they were."""
-        wanted = sum(target.nbytes for target in targets)
-        done = 0
-        left = list(targets)
-        while done < wanted:
-            num_bytes = min(wanted - done, self._reading.piece_bytes)
-            piece, got = self._transfer(self._read_ring, self._reading, handle, offset + done, num_bytes, source=())
-            try:
-                left = _scatter(piece.address, got, left)
-            finally:
-                self._reading.give_back(piece)
-            done += got
-            if got < num_bytes:
-                break
-        return done
+        return self._reading.fill(handle, targets, offset, self._reading.transfer)
+
+    @contextmanager
+    def job(self, ranges: Iterable[FileRange]) -> Iterator[ReadAhead]:
+        """As SegmentData: starts them many at a time."""
+        ahead = ReadAhead(self._reading, ranges, open_file=self.open, close_file=self.close, keep=self._num_asking)
+        try:
+            yield ahead
+        finally:
+            ahead.finish()
 
     def close(self, handle: int) -> None:
         """As SegmentData."""
@@ -162,7 +115,8 @@ class UsrbioClient:
             offset = 0
             for part in _cut(buffers, self._writing.piece_bytes):
                 num_bytes = sum(piece.nbytes for piece in part)
-                piece, got = self._transfer(self._write_ring, self._writing, handle, offset, num_bytes, source=part)
+                extent = Extent(handle=handle, offset=offset, num_bytes=num_bytes)
+                piece, got = self._writing.transfer(extent, part)
                 self._writing.give_back(piece)
                 if got != num_bytes:
                     raise OSError(errno.EIO, f"{got} of {num_bytes} bytes were written", path)
@@ -187,10 +141,36 @@ class UsrbioClient:
 
     def close_rings(self) -> None:
         """At the end of the process, after its stores."""
-        rings = ((self._read_ring, self._reading), (self._write_ring, self._writing))
-        for ring, buffers in rings:
-            if ring.close():
-                self._library.destroy_iov(buffers.iov)
+        self._reading.close()
+        self._writing.close()
+
+    def _make_lanes(self, deadline_seconds: float) -> tuple[Lane, Lane]:
+        """For reads and for writes. Raises OSError."""
+        reading = Lane(
+            self._library,
+            self.mount,
+            entries=_RING_ENTRIES,
+            for_read=True,
+            flags=FORBID_READ_HOLES,
+            num_pieces=self._num_asking + _AHEAD_READ_BUFFERS,
+            piece_bytes=_READ_BUFFER_BYTES,
+            deadline_seconds=deadline_seconds,
+        )
+        try:
+            writing = Lane(
+                self._library,
+                self.mount,
+                entries=_RING_ENTRIES,
+                for_read=False,
+                flags=0,
+                num_pieces=_NUM_WRITE_BUFFERS,
+                piece_bytes=_WRITE_BUFFER_BYTES,
+                deadline_seconds=deadline_seconds,
+            )
+        except OSError:
+            reading.close()
+            raise
+        return reading, writing
 
     def _check_mount(self) -> None:
         try:
@@ -215,34 +195,6 @@ class UsrbioClient:
             self._files.close(fd)
             raise
         return fd
-
-    def _transfer(
-        self,
-        ring: UsrbioRing,
-        buffers: _Buffers,
-        handle: int,
-        offset: int,
-        num_bytes: int,
-        *,
-        source: Sequence[memoryview],
-    ) -> tuple[_Piece, int]:
-        """One IO through a buffer, which the caller gives back. Raises OSError; the buffer then returns by itself."""
-        until = time.monotonic() + self._deadline_seconds
-        piece = buffers.take(self._deadline_seconds)
-        if source:
-            _gather(source, piece.view)
-        io = RingIo(iov=buffers.iov, address=piece.address, fd=handle, offset=offset, num_bytes=num_bytes)
-        batch = ring.start([io])
-        is_done = batch.wait(max(0.0, until - time.monotonic()))
-        if not is_done and batch.abandon(lambda: buffers.give_back(piece)):
-            raise OSError(errno.ETIMEDOUT, f"no USRBIO completion within {self._deadline_seconds:g} s")
-        result = batch.results[0]
-        if result >= 0:
-            return piece, result
-        buffers.give_back(piece)
-        if result == -HOLE_STATUS:
-            raise HoleRead(errno.EIO, "hole in the file")
-        raise completion_error(result)
 
 
 def open_usrbio_store(
@@ -279,24 +231,3 @@ def _cut(buffers: Sequence[Buffer], most_bytes: int) -> list[list[memoryview]]:
             parts[-1].append(left[:room])
             left, room = left[room:], room - min(room, left.nbytes)
     return parts
-
-
-def _gather(source: Sequence[memoryview], out: memoryview) -> None:
-    start = 0
-    for part in source:
-        out[start : start + part.nbytes] = part
-        start += part.nbytes
-
-
-def _scatter(address: int, num_bytes: int, targets: Sequence[memoryview]) -> list[memoryview]:
-    """Fills targets in order; what is left of them."""
-    left = list(targets)
-    while num_bytes:
-        length = min(num_bytes, left[0].nbytes)
-        # Not by slices: memmove through ctypes lets other threads run.
-        ctypes.memmove(address_of(left[0]), address, length)
-        address, num_bytes = address + length, num_bytes - length
-        left[0] = left[0][length:]
-        if not left[0].nbytes:
-            del left[0]
-    return left

@@ -6,7 +6,9 @@ failure live side by side: -errno (most), +errno (reg_fd, whose success is <= 0)
 
 import ctypes
 import errno
+import logging
 import os
+import resource
 import time
 from collections.abc import Callable
 from ctypes import POINTER, byref
@@ -14,6 +16,10 @@ from typing import Any
 
 from prefill_plan.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+# The library's table of descriptors is as long as the hard limit is when it is opened, with 16 bytes for each (kv.md 3.2).
+MAX_OPEN_FILES = 1_048_576
 FORBID_READ_HOLES = 2  # HF3FS_IOR_FORBID_READ_HOLES: without it a lost chunk reads as zeros
 HOLE_STATUS = 8001  # ClientAgentCode::kHoleInIoOutcome, in completions as -8001
 _MOUNT_BYTES = 256
@@ -124,8 +130,10 @@ _SIGNATURES = {
 class UsrbioLibrary:
     """The library of one path. Any thread may call; who may call what when is the ring's business."""
 
-    def __init__(self, path: str) -> None:
-        """Raises ConfigError if it is absent or not that library."""
+    def __init__(self, path: str, *, max_open_files: int = MAX_OPEN_FILES) -> None:
+        """max_open_files: a higher hard limit of this process is lowered to it first. Raises ConfigError if it is absent or not
+        that library."""
+        _limit_open_files(max_open_files)
         try:
             library = ctypes.CDLL(path)
         except OSError as error:
@@ -220,6 +228,17 @@ class UsrbioLibrary:
         nanoseconds = time.time_ns() + int(timeout_seconds * 1e9)
         until = _TimeSpec(nanoseconds // 10**9, nanoseconds % 10**9)
         return int(self._calls["hf3fs_wait_for_ios"](byref(ring), cqes, len(cqes), 1, byref(until)))
+
+
+def _limit_open_files(most: int) -> None:
+    """For this whole process, and for good. Lowering needs no privilege."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= most:
+        return
+    new_soft = most if soft == resource.RLIM_INFINITY else min(soft, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (new_soft, most))
+    extra = {"old_soft": soft, "old_hard": hard, "new_soft": new_soft, "new_hard": most}
+    logger.warning("limit of open files lowered: 3FS's library makes a table as long", extra=extra)
 
 
 def _check(result: int, call: str) -> None:

@@ -1,6 +1,6 @@
 """A USRBIO ring and its two threads: one prepares and submits, one waits (kv.md 3.1).
 
-Reads and writes of many threads meet here; each hands in a batch and waits for it with a deadline of its own. The trap: a
+Reads and writes of many threads meet here; each hands in batches and waits for them with a deadline of its own. The trap: a
 completion may never come, or come after we gave up; the memory of such an IO stays its own until it does, so a batch that is
 abandoned names what to do then.
 """
@@ -80,7 +80,7 @@ class UsrbioRing:
         self._library = library
         self._ring: Ior = library.create_ring(mount, entries=entries, for_read=for_read, flags=flags)
         self._entries = entries
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Sequence[Batch] | None] = queue.SimpleQueue()
         self._condition = threading.Condition()
         # Userdata to IO; a number is never used twice, so a late completion finds its own batch or none.
         self._in_flight: dict[int, tuple[Batch, int]] = {}
@@ -94,9 +94,18 @@ class UsrbioRing:
 
     def start(self, ios: Sequence[RingIo]) -> Batch:
         """Hands the IOs to the submitting thread."""
-        batch = Batch(ios)
-        self._batches.put(batch)
-        return batch
+        return self.start_together([ios])[0]
+
+    def start_together(self, groups: Sequence[Sequence[RingIo]]) -> list[Batch]:
+        """Batches that are waited for apart and submitted by one call, as far as the ring has room."""
+        batches = [Batch(ios) for ios in groups]
+        self._batches.put(batches)
+        return batches
+
+    def abandon(self, batch: Batch, when_settled: Callable[[], None]) -> bool:
+        """As Batch.abandon; no IO of the batch is prepared after it."""
+        with self._condition:
+            return batch.abandon(when_settled)
 
     def close(self) -> bool:
         """Ends the threads; batches that are not prepared yet fail. False: IOs are still out; ring and memory must stay."""
@@ -114,16 +123,17 @@ class UsrbioRing:
     def _submit_batches(self) -> None:
         """Takes every batch that is there, prepares all their IOs, submits once."""
         while True:
-            batch = self._batches.get()
+            batches = self._batches.get()
             num_prepared = 0
-            while batch is not None:
-                for position in range(len(batch.ios)):
-                    num_prepared = self._prepare(batch, position, num_prepared)
+            while batches is not None:
+                for batch in batches:
+                    for position in range(len(batch.ios)):
+                        num_prepared = self._prepare(batch, position, num_prepared)
                 if self._batches.empty():
                     break
-                batch = self._batches.get()
+                batches = self._batches.get()
             self._submit(num_prepared)
-            if batch is None:
+            if batches is None:
                 return
 
     def _prepare(self, batch: Batch, position: int, num_prepared: int) -> int:

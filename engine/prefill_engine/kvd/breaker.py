@@ -1,4 +1,5 @@
-"""Circuit breaker of the store: a medium that fails is left alone for a while, and every request is a miss meanwhile. Pure."""
+"""Circuit breaker of the store: a medium that fails is left alone for a while, and every request is a miss meanwhile. And when
+it has failed for long, what it was opened with is given up. Pure."""
 
 from collections.abc import Callable
 
@@ -39,3 +40,32 @@ class Breaker:
         if self._failures > self._limit:
             self._pause = min(2 * self._pause, _LAST_SECONDS)
         self._retry_at = self._clock() + self._pause
+
+
+class Renewal:
+    """When to give up the rings of a medium that goes on failing: each time costs memory that may never come back, so the pauses
+    double until something has worked. clock: monotonic seconds."""
+
+    def __init__(
+        self, *, first_seconds: float = 15.0, last_seconds: float = 1800.0, clock: Callable[[], float]
+    ) -> None:
+        self._first, self._last, self._clock = first_seconds, last_seconds, clock
+        self._pause = first_seconds
+        self._failing_since: float | None = None
+
+    def is_due(self, *, is_failing: bool) -> bool:
+        """Asked now and then; says yes once for each pause in which it failed all the time."""
+        if not is_failing:
+            self._failing_since = None
+            return False
+        now = self._clock()
+        if self._failing_since is None:
+            self._failing_since = now
+        if now - self._failing_since < self._pause:
+            return False
+        self._failing_since, self._pause = now, min(2 * self._pause, self._last)
+        return True
+
+    def succeed(self) -> None:
+        """A read or a write was answered."""
+        self._pause = self._first

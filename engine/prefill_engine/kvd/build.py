@@ -5,6 +5,7 @@ Called by kvd's process. Openers block and run on threads.
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,13 +28,21 @@ __all__ = ["StoreMaker", "build_directory", "build_transport"]
 class StoreMaker:
     """Opens the configured store, for one geometry at a time. Owner of the USRBIO client, of which a process has one."""
 
-    def __init__(self, config: KvdStoreConfig, *, awaits_mount: bool = False) -> None:
+    def __init__(
+        self,
+        config: KvdStoreConfig,
+        *,
+        awaits_mount: bool = False,
+        make_client: Callable[[KvdStoreConfig], UsrbioClient] = UsrbioClient,
+    ) -> None:
         """awaits_mount: the store lies on a mount of kvd's own, `mount` once that is known. Before it stands nothing is opened:
         what is below is this node's disk. Raises ConfigError if the configuration names no place."""
         self.mount: str | None = None
         self._config = config
         self._awaits_mount = awaits_mount
+        self._make_client = make_client
         self._client: UsrbioClient | None = None
+        self._making = threading.Lock()
         if config.kind is not KvdStoreKind.MEMORY and not config.path:
             raise ConfigError(f"store.path is empty; store.kind={config.kind} needs a directory")
 
@@ -46,9 +55,8 @@ class StoreMaker:
         self._check_mount()
         root = Path(self._config.path)
         if self._config.kind is KvdStoreKind.USRBIO:
-            if self._client is None:
-                self._client = UsrbioClient(self._config)
-            return open_usrbio_store(root, geometry=geometry, config=self._config, client=self._client)
+            client = self._obtain_client()
+            return open_usrbio_store(root, geometry=geometry, config=self._config, client=client)
         return FileSegmentStore(root, geometry=geometry, config=self._config)
 
     def check(self) -> None:
@@ -67,16 +75,31 @@ class StoreMaker:
             raise ConfigError(
                 f"store.path {path} can't be used: {error.strerror}; expected a directory that this process can read and write"
             ) from error
-        if self._config.kind is KvdStoreKind.USRBIO and self._client is None:
-            self._client = UsrbioClient(self._config)
+        if self._config.kind is KvdStoreKind.USRBIO:
+            self._obtain_client()
+
+    def _obtain_client(self) -> UsrbioClient:
+        """Checks and openings come from several threads."""
+        with self._making:
+            client = self._client
+            if client is None:
+                client = self._client = self._make_client(self._config)
+            return client
 
     def _check_mount(self) -> None:
         if self._awaits_mount and (self.mount is None or not is_mount_point(self.mount)):
             raise ConfigError(f"store.path {self._config.path}: 3FS is not mounted at {self.mount or 'its place'} yet")
 
-    def forget_mount(self) -> None:
-        """3FS was mounted anew: rings of the old mount are dead."""
-        self._client = None
+    @property
+    def has_rings(self) -> bool:
+        """Whether what it opens dies with the mount that it was opened on."""
+        return self._config.kind is KvdStoreKind.USRBIO
+
+    def forget_mount(self) -> Callable[[], None]:
+        """3FS was mounted anew, or may have been: rings of the old mount are dead. What it returns ends them, and blocks; their
+        stores must be closed by then."""
+        client, self._client = self._client, None
+        return (lambda: None) if client is None else client.close_rings
 
 
 def build_directory(

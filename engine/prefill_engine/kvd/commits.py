@@ -20,6 +20,8 @@ from prefill_engine.kvd.store_link import StoreLink
 from prefill_engine.kvd.write_back import SlotWrite, WriteBack
 from prefill_plan.block_keys import BlockKey
 
+_MOST_NAMED = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotKey:
@@ -73,7 +75,7 @@ class Commits:
             return None
         slots = state.take_blocks(num_blocks, tenant=tenant)
         self._metrics.evicted_bytes.labels("block").inc(len(state.blocks.pop_evicted()) * state.geometry.record_bytes)
-        snapshots = [slot for _ in range(num_snapshots) if (slot := self._pulls.take_slot()) is not None]
+        snapshots = [slot for _ in range(num_snapshots) if (slot := self._pulls.take_slot(tenant=tenant)) is not None]
         if not slots and not snapshots:
             return None
         reservation = Lease(
@@ -115,9 +117,10 @@ class Commits:
         own, own_snapshots = set(reservation.slots), set(reservation.snapshot_slots)
         used, used_snapshots = {one.slot for one in blocks}, {one.slot for one in snapshots}
         if not used <= own or not used_snapshots <= own_snapshots:
+            foreign = sorted((used - own) | (used_snapshots - own_snapshots))
             raise ValueError(
-                f"slots {sorted((used - own) | (used_snapshots - own_snapshots))} are not of reservation "
-                f"{reservation.lease_id}; nothing was committed"
+                f"slots {foreign[:_MOST_NAMED]} ({len(foreign)} in all) are not of reservation {reservation.lease_id}; nothing "
+                "was committed"
             )
         if len(used) != len(blocks) or len(used_snapshots) != len(snapshots):
             raise ValueError("a slot is named twice; nothing was committed")

@@ -106,7 +106,7 @@ class RemoteDirectory:
         if answer is None:
             return ()
         found = [snapshot_location(one) for one in answer.locations if one.key == key]
-        return pullable(found, own_id=self._holder.holder_id, failures=self._failures, now=self._clock())
+        return pullable(found, us=self._holder, failures=self._failures, now=self._clock())
 
     async def publish_segments(self, store_id: str, segments: Sequence[SegmentInfo]) -> None:
         async with self._telling:

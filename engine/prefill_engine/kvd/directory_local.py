@@ -3,7 +3,7 @@
 The trap: alone, it knows no peers: its snapshot look-ups are always empty, its block look-ups know what this kvd announced.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prefill_engine.kv.directory import Holder, SnapshotLocation
 from prefill_engine.kv.segments import BlockLocation, SegmentInfo
@@ -29,6 +29,11 @@ class LocalDirectory:
         self._failures = PullFailures()
         state.join(holder, now=clock())
 
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Nothing can fail here."""
+        return {}
+
     async def lookup_blocks(
         self, store_id: str, layout_id: bytes, keys: Sequence[BlockKey]
     ) -> tuple[BlockLocation, ...]:
@@ -37,7 +42,7 @@ class LocalDirectory:
     async def lookup_snapshot(self, key: bytes) -> tuple[SnapshotLocation, ...]:
         now = self._clock()
         found = self._state.lookup_snapshots([key], prefer_zone=self._holder.zone, now=now)
-        return pullable(found, own_id=self._holder.holder_id, failures=self._failures, now=now)
+        return pullable(found, us=self._holder, failures=self._failures, now=now)
 
     async def publish_segments(self, store_id: str, segments: Sequence[SegmentInfo]) -> None:
         self._state.publish_segments(store_id, segments)
@@ -64,9 +69,19 @@ class LocalDirectory:
 
 
 def pullable(
-    found: Sequence[SnapshotLocation], *, own_id: str, failures: PullFailures, now: float
+    found: Sequence[SnapshotLocation], *, us: Holder, failures: PullFailures, now: float
 ) -> tuple[SnapshotLocation, ...]:
-    """What is worth a pull: at other holders, and not failing. Order is kept."""
+    """What is worth a pull: at other holders, by a transport that both speak, and not failing. Order is kept."""
+    ours = _spoken(us)
     return tuple(
-        location for location in found if location.holder.holder_id != own_id and failures.allows(location, now=now)
+        location
+        for location in found
+        if location.holder.holder_id != us.holder_id
+        and not ours.isdisjoint(_spoken(location.holder))
+        and failures.allows(location, now=now)
     )
+
+
+def _spoken(holder: Holder) -> set[str]:
+    """What its listener understands: "tcp", "tcp+tls" or "nixl"; what UCX uses below ("nixl-ucx-rdma") agents agree on."""
+    return {kind.partition("-")[0] for kind in holder.transports}

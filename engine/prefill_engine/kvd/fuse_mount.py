@@ -7,7 +7,6 @@ one starts, and handles of the old mount are worth nothing.
 import asyncio
 import logging
 import os
-import resource
 import shutil
 import tomllib
 from collections.abc import Callable, Sequence
@@ -19,8 +18,6 @@ from prefill_plan.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 FUSE_BINARY = "hf3fs_fuse_main"
-# The client's table of open files is as long as the hard limit (kv.md 3.2).
-_MAX_OPEN_FILES = 1_048_576
 _POLL_SECONDS = 0.1
 _RESTART_SECONDS = (1.0, 30.0)
 _STOP_SECONDS = 5.0
@@ -93,7 +90,7 @@ class FuseMount:
         await self._unmount()
         os.makedirs(self.mount, exist_ok=True)
         try:
-            self._process = await asyncio.create_subprocess_exec(*self._command, preexec_fn=_limit_open_files)
+            self._process = await asyncio.create_subprocess_exec(*self._command)
         except OSError as error:
             raise ConfigError(f"{self._command[0]} can't be started: {error.strerror}") from error
         logger.info("3FS client started", extra={"pid": self._process.pid, "mount": self.mount})
@@ -120,12 +117,6 @@ async def _run(command: Sequence[str]) -> None:
     with suppress(OSError):
         process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
         await process.wait()
-
-
-def _limit_open_files() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard > _MAX_OPEN_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
 
 
 def is_mount_point(path: str, *, table: str = "/proc/self/mountinfo") -> bool:

@@ -1,8 +1,13 @@
-"""Shows the state of pool, sessions, store and transport as metrics; called by the Keeper's housekeeping."""
+"""Shows the state of pool, sessions, store, transport and directory as metrics; called by the Keeper's housekeeping."""
 
 from collections import Counter
+from collections.abc import Mapping
 
+import prometheus_client
+
+from prefill_engine.kv.directory import Directory
 from prefill_engine.kv.transport.contract import Transport
+from prefill_engine.kv.transport.rdma import rdma_label
 from prefill_engine.kvd.kvd_metrics import KvdMetrics
 from prefill_engine.kvd.pool_state import PoolState
 from prefill_engine.kvd.sessions import Sessions
@@ -13,10 +18,14 @@ from prefill_engine.kvd.store_link import StoreLink
 class Gauges:
     """Owner of nothing but the values."""
 
-    def __init__(self, metrics: KvdMetrics, transport: Transport) -> None:
+    def __init__(self, metrics: KvdMetrics, transport: Transport, directory: Directory) -> None:
         self._metrics = metrics
-        kind = transport.kind
-        metrics.transport_info.labels(kind, str("rdma" in kind).lower()).set(1)
+        self._transport = transport
+        self._directory = directory
+        self._store_events = _Followed(metrics.store_events)
+        self._transport_events = _Followed(metrics.transport_events)
+        self._directory_events = _Followed(metrics.directory_events)
+        metrics.transport_info.labels(transport.kind, rdma_label(transport)).set(1)
 
     def show(self, state: PoolState, sessions: Sessions) -> None:
         metrics = self._metrics
@@ -33,5 +42,22 @@ class Gauges:
 
     def show_store(self, store: StoreLink) -> None:
         self._metrics.store_up.set(1 if store.is_up else 0)
-        for name, count in store.counters().items():
-            self._metrics.store_events.labels(name).set(count)
+        self._store_events.show(store.counters())
+
+    def show_network(self) -> None:
+        self._transport_events.show(self._transport.counters)
+        self._directory_events.show(self._directory.counters)
+
+
+class _Followed:
+    """A counter of what somebody else counts. Counts that begin anew, as those of a store that was opened again, go on here."""
+
+    def __init__(self, counter: prometheus_client.Counter) -> None:
+        self._counter = counter
+        self._last: dict[str, int] = {}
+
+    def show(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            last = self._last.get(name, 0)
+            self._counter.labels(name).inc(count - last if count >= last else count)
+        self._last = dict(counts)

@@ -85,7 +85,7 @@ class Keeper:
         self._num_calls = 0
         self._parts: _LaidOut | None = None
         self._laying_out = asyncio.Lock()
-        self._gauges = Gauges(metrics, transport)
+        self._gauges = Gauges(metrics, transport, directory)
         self.is_draining = False
 
     @property
@@ -315,6 +315,8 @@ class Keeper:
             state=state, reads=reads, ends=ends, pulls=pulls, write_back=write_back, opens=opens, commits=commits
         )
         self.store.start(state.geometry)
+        # Snapshots alone: with one-sided RDMA a peer can read all that is registered (kv.md 7.6).
+        self._run(self._transport.use_region(self._memory.snapshot_area))
         extra = {
             "layout": state.layout_id.hex(),
             "blocks": state.blocks.num_slots,
@@ -332,6 +334,7 @@ class Keeper:
             run=self._run,
             deadline_seconds=self._config.pull_deadline_seconds,
             max_quarantined=self._config.max_quarantined_slots,
+            clock=self._clock,
         )
 
     async def _housekeep(self) -> None:
@@ -352,6 +355,7 @@ class Keeper:
             await parts.pulls.settle_late()
             self._gauges.show(parts.state, self.sessions)
         self._gauges.show_store(self.store)
+        self._gauges.show_network()
 
     def _new_id(self) -> int:
         self._next_id += 1

@@ -18,7 +18,7 @@ class KvdMetrics:
         def seconds(name: str, text: str, labels: tuple[str, ...] = ()) -> Histogram:
             return Histogram(f"kv_{name}", text, labels, buckets=_SECONDS, registry=registry)
 
-        self.open = counter("open_total", "Look-ups by outcome: exact, replay or miss.", ("mode",))
+        self.open = counter("open_total", "Look-ups by outcome: exact, pulling (a snapshot), replay, miss.", ("mode",))
         self.open_seconds = seconds("open_seconds", "Time of a look-up inside kvd.")
         self.open_shrunk_blocks = counter("open_shrunk_blocks_total", "Blocks that exist but found no room.")
         self.hit_tokens = counter("hit_tokens_total", "Tokens of blocks that look-ups found.")
@@ -38,7 +38,17 @@ class KvdMetrics:
         self.publish_seconds = seconds("publish_seconds", "Time to write and publish a segment.")
         self.evicted_bytes = counter("evicted_bytes_total", "Bytes forgotten to make room.", ("tier",))
         self.store_up = gauge("store_up", "1 = the store answers, 0 = it is away, every look-up there is a miss.")
-        self.store_events = gauge("store_events", "Monotonic counts of the store, by name.", ("name",))
+        self.store_events = counter("store_events_total", "What happened at the store, by name.", ("name",))
+        self.transport_events = counter(
+            "transport_events_total",
+            "What happened between this kvd and its peers: pulls, served, reconnects.",
+            ("name",),
+        )
+        self.directory_events = counter(
+            "directory_client_events_total",
+            "Calls to the directory: failed, skipped while it is away, joins.",
+            ("name",),
+        )
         self.transport_info = gauge("transport_info", "Always 1; what is really in use.", ("kind", "rdma"))
         self.sessions = gauge("sessions", "Ranks that are connected.")
         for group in range(4):

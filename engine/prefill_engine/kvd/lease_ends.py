@@ -29,9 +29,9 @@ class LeaseEnds:
 
     def adopt(self, owner_epoch: int, held_leases: Sequence[int]) -> list[int]:
         """A rank is back and holds these; its other leases end after the grace. Returns those it keeps."""
-        adopted = []
+        adopted, held = [], set(held_leases)
         for lease in self._state.leases.of_owner(owner_epoch):
-            if lease.lease_id in held_leases:
+            if lease.lease_id in held:
                 adopted.append(lease.lease_id)
                 self._undeclared.pop(lease.lease_id, None)
                 self._state.leases.set_state(lease, LeaseState.LIVE)
@@ -56,7 +56,8 @@ class LeaseEnds:
         """The rank waits no longer for answers to these calls: what they were given ends, and those still to come get nothing."""
         session.abandoned.extend(call_ids)
         owned = self._state.leases.of_owner(session.owner_epoch)
-        unknown = [lease.lease_id for lease in owned if lease.call_id and lease.call_id in call_ids]
+        abandoned = set(call_ids)
+        unknown = [lease.lease_id for lease in owned if lease.call_id and lease.call_id in abandoned]
         self.close(unknown)
         logger.info("calls abandoned by their rank", extra={"calls": len(call_ids), "leases": len(unknown)})
 

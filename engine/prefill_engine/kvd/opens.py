@@ -222,7 +222,7 @@ class Opens:
             if not self._is_held(lease):
                 return None
             if self._state.snapshots.find(key) is None:
-                slot = self._pulls.take_slot() if locations else None
+                slot = self._pulls.take_slot(tenant=ask.tenant) if locations else None
                 if slot is None:
                     return None
                 self._pulls.start(slot, key, locations)
@@ -240,8 +240,9 @@ class Opens:
 
     def _count(self, ask: OpenAsk, plan: OpenPlan, found: int, snapshot: SnapshotState | None, seconds: float) -> None:
         metrics = self._metrics
-        mode = "miss" if not found else "replay" if snapshot is None else "exact"
-        metrics.open.labels(mode).inc()
+        # A pull that runs may fail yet: its look-up is no exact hit.
+        mode = "replay" if snapshot is None else "pulling" if snapshot is SnapshotState.PULLING else "exact"
+        metrics.open.labels(mode if found else "miss").inc()
         metrics.open_seconds.observe(seconds)
         metrics.open_shrunk_blocks.inc(plan.shrunk_blocks)
         metrics.hit_tokens.inc(plan.num_blocks * BLOCK_TOKENS)

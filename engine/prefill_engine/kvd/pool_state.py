@@ -39,7 +39,7 @@ class PoolState:
         self.codec = RecordCodec.of_geometry(geometry)
         self.snapshot_codec = SnapshotCodec(geometry.layout_digest, geometry.snapshot_payload_bytes)
         self.blocks = SlotPool(memory.num_blocks, share=tenant_share)
-        self.snapshots = SlotPool(memory.num_snapshots)
+        self.snapshots = SlotPool(memory.num_snapshots, share=tenant_share)
         self.leases = Leases(memory, num_groups=self.num_groups, on_group_ready=on_group_ready)
         self.journal = journal
         self.stored = bytearray(memory.num_blocks)

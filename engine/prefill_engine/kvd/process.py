@@ -61,6 +61,7 @@ class KvdEnding:
 def run_kvd(config: KvdConfig, identity: HostIdentity, options: KvdOptions) -> KvdEnding:
     """Serves until SIGTERM or SIGINT."""
     try:
+        config.check()
         detail = asyncio.run(_Process(config, identity, options).serve())
     except ConfigError as error:
         return KvdEnding(exit_code=ExitCode.CONFIG, detail=error.message)
@@ -145,7 +146,11 @@ class _Process:
         keeper: Keeper | None = None
         endpoint = await transport.listen(lambda key: keeper.find_snapshot(key) if keeper else None)
         directory = self._build_directory(endpoint, transport.kind, lambda: keeper)
-        self._store = StoreLink(self._open_store if self._maker.is_configured else None, directory)
+        self._store = StoreLink(
+            self._open_store if self._maker.is_configured else None,
+            directory,
+            forget_medium=self._maker.forget_mount if self._maker.has_rings else None,
+        )
         keeper = Keeper(
             self._config,
             memory,
@@ -223,9 +228,10 @@ class _Process:
             await asyncio.sleep(_STORE_RETRY_SECONDS)
 
     def _remounted(self) -> None:
-        self._maker.forget_mount()
         if self._store is not None:
             self._store.reopen()
+        else:
+            self._maker.forget_mount()
 
     def _announce(self, memory: PoolMemory, listeners: Listeners, metrics_port: int, endpoint: str, kind: str) -> None:
         facts = {

@@ -31,7 +31,20 @@ logger = logging.getLogger(__name__)
 PROTOCOL = 1
 _NOTICE_SECONDS = 0.2
 _DEFAULT_LIMIT_SECONDS = 10.0
-_MAX_KEYS = 1 << 16
+_LIMITS = {
+    "keys": 1 << 16,
+    "num_blocks": 1024,
+    "num_snapshots": 64,
+    "blocks": 1024,
+    "snapshots": 64,
+    "lease_ids": 1 << 16,
+    "reservation_ids": 1 << 16,
+    "held_leases": 1 << 16,
+    "call_ids": 1 << 16,
+}
+"""Most of each kind in one message (kv.md 7.3: bounded): kvd has one loop, and what one call may take is the pool of all. A rank
+reserves and commits a segment (32 blocks) or the two snapshots of a prefill at a time."""
+_MAX_LIMIT_SECONDS = 3600
 _SNAPSHOT_STATES = {
     SnapshotState.NONE: pb.OpenResponse.NONE,
     SnapshotState.READY: pb.OpenResponse.HELD,
@@ -51,6 +64,7 @@ class KvdService(kv_pb2_grpc.KvdServicer):
     async def Session(self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         await self._check_peer(context)
         hello = await _receive(request_iterator, "hello", context)
+        await _check_counts(context, held_leases=len(hello.hello.held_leases))
         session, adopted = await self._connect(hello.hello, context)
         connection = session.connection
         try:
@@ -65,6 +79,7 @@ class KvdService(kv_pb2_grpc.KvdServicer):
             try:
                 async for request in request_iterator:
                     if request.WhichOneof("m") == "abandon":
+                        await _check_counts(context, call_ids=len(request.abandon.call_ids))
                         self._keeper.abandon(session, request.abandon.call_ids)
             finally:
                 notices.cancel()
@@ -76,10 +91,17 @@ class KvdService(kv_pb2_grpc.KvdServicer):
     async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenResponse:
         keys = request.keys
         num_keys = len(keys) // KEY_BYTES
-        if len(keys) % KEY_BYTES or not request.resident_blocks <= num_keys <= _MAX_KEYS:
-            detail = f"{len(keys)} bytes of keys, {request.resident_blocks} resident blocks: expected {KEY_BYTES} bytes a key"
+        if len(keys) % KEY_BYTES or request.resident_blocks > num_keys:
+            detail = (
+                f"{len(keys)} bytes of keys, {request.resident_blocks} resident blocks: expected {KEY_BYTES} bytes a key and a "
+                "key for each resident block; nothing was opened"
+            )
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, detail)
+        await _check_counts(context, keys=num_keys)
         limit = request.limit
+        if not 0 <= limit.seconds <= _MAX_LIMIT_SECONDS or limit.nanos < 0:
+            detail = f"limit = {limit.seconds} s, expected 0 (the default) to {_MAX_LIMIT_SECONDS}; nothing was opened"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, detail)
         ask = OpenAsk(
             keys=cast(list[BlockKey], [keys[start : start + KEY_BYTES] for start in range(0, len(keys), KEY_BYTES)]),
             resident_blocks=request.resident_blocks,
@@ -97,6 +119,7 @@ class KvdService(kv_pb2_grpc.KvdServicer):
         return _open_response(answer)
 
     async def Reserve(self, request: pb.ReserveSlotsRequest, context: Context) -> pb.ReserveSlotsResponse:
+        await _check_counts(context, num_blocks=request.num_blocks, num_snapshots=request.num_snapshots)
         try:
             reservation = self._keeper.reserve(
                 request.owner_epoch,
@@ -114,6 +137,7 @@ class KvdService(kv_pb2_grpc.KvdServicer):
         )
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
+        await _check_counts(context, blocks=len(request.blocks), snapshots=len(request.snapshots))
         blocks = await _slot_keys(request.blocks, KEY_BYTES, context)
         snapshots = await _slot_keys(request.snapshots, SNAPSHOT_KEY_BYTES, context)
         try:
@@ -130,7 +154,8 @@ class KvdService(kv_pb2_grpc.KvdServicer):
         )
         return pb.TruncateResponse(known=known)
 
-    async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:  # noqa: ARG002
+    async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseResponse:
+        await _check_counts(context, lease_ids=len(request.lease_ids), reservation_ids=len(request.reservation_ids))
         return pb.CloseResponse(unknown=self._keeper.close([*request.lease_ids, *request.reservation_ids]))
 
     async def _check_peer(self, context: Context) -> None:
@@ -202,6 +227,15 @@ def _open_response(answer: OpenAnswer) -> pb.OpenResponse:
     if answer.retry_seconds:
         response.retry_after.CopyFrom(Duration(nanos=int(answer.retry_seconds * 1e9)))
     return response
+
+
+async def _check_counts(context: Context, **counts: int) -> None:
+    """Aborts a call that asks for more than one call may. counts: names of _LIMITS."""
+    for name, count in counts.items():
+        if count > _LIMITS[name]:
+            detail = f"{name} = {count}, expected at most {_LIMITS[name]}; nothing was done"
+            logger.warning("call refused", extra={"detail": detail})
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, detail)
 
 
 async def _slot_keys(entries: Sequence[Any], key_bytes: int, context: Context) -> list[SlotKey]:

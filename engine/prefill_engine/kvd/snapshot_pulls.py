@@ -1,7 +1,7 @@
 """Brings SWA snapshots from peers into snapshot slots, and serves ours to peers (kv.md 4.5, 7.5).
 
 Called by the Keeper on its loop. The trap: a pull that missed its deadline may still write; its slot is quarantined until the
-transport says settled, and too many of those close the peer's connections, which settles them.
+transport says settled; too many of those, or one that stays too long, close the peer's connections, which settles them.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prefill_engine.kv.directory import Directory, SnapshotLocation
@@ -24,17 +24,23 @@ logger = logging.getLogger(__name__)
 _NAMESPACE_BYTES = (
     1  # a transport's key is the block key alone: prefill_plan.block_keys.snapshot_key without its first byte
 )
+_LATE_SECONDS = 5.0
+_LATE_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Late:
+    """since: when the pull was given up, or the peer's connections were last closed for it."""
+
     slot: int
     endpoint: str
     outcome: PullOutcome
+    since: float
 
 
 class SnapshotPulls:
-    """run: starts a task that the Keeper ends with itself."""
+    """run: starts a task that the Keeper ends with itself. max_quarantined: as KvdConfig's, but never more than a quarter of the
+    slots: late pulls of one dead link must not take them all. clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -47,6 +53,7 @@ class SnapshotPulls:
         run: Callable[[Coroutine[Any, Any, None]], None],
         deadline_seconds: float,
         max_quarantined: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = state
         self._transport = transport
@@ -55,7 +62,8 @@ class SnapshotPulls:
         self._threads = threads
         self._run = run
         self._deadline_seconds = deadline_seconds
-        self._max_quarantined = max_quarantined
+        self._max_quarantined = max(1, min(max_quarantined, state.snapshots.num_slots // _LATE_SHARE))
+        self._clock = clock
         self._late: list[_Late] = []
         self._num_running = 0
 
@@ -63,9 +71,9 @@ class SnapshotPulls:
     def is_idle(self) -> bool:
         return not self._late and not self._num_running
 
-    def take_slot(self) -> int | None:
+    def take_slot(self, *, tenant: str) -> int | None:
         """A slot for a snapshot, pinned once; what had to go is withdrawn."""
-        slots = self._state.snapshots.take(1)
+        slots = self._state.snapshots.take(1, tenant=tenant)
         evicted = self._state.snapshots.pop_evicted()
         if evicted:
             self._metrics.evicted_bytes.labels("snapshot").inc(
@@ -112,10 +120,7 @@ class SnapshotPulls:
 
     async def settle_late(self) -> None:
         """Housekeeping: gives back the slots of late pulls that are over."""
-        if len(self._late) > self._max_quarantined:
-            for endpoint in {late.endpoint for late in self._late}:
-                logger.warning("too many late pulls; connections closed", extra={"endpoint": endpoint})
-                await self._transport.close_peer(endpoint)
+        await self._close_late_peers()
         still_late = []
         for late in self._late:
             if late.outcome.settled():
@@ -123,6 +128,18 @@ class SnapshotPulls:
             else:
                 still_late.append(late)
         self._late = still_late
+
+    async def _close_late_peers(self) -> None:
+        """All of them when there are too many late pulls, else those whose pull is late for too long."""
+        now = self._clock()
+        is_full = len(self._late) > self._max_quarantined
+        endpoints = {late.endpoint for late in self._late if is_full or now - late.since > _LATE_SECONDS}
+        for endpoint in endpoints:
+            extra = {"endpoint": endpoint, "late_pulls": len(self._late), "limit": self._max_quarantined}
+            logger.warning("late pulls hold snapshot slots; connections closed", extra=extra)
+            await self._transport.close_peer(endpoint)
+        # Not again in the next round: a transport may take a moment to settle what it closed.
+        self._late = [replace(late, since=now) if late.endpoint in endpoints else late for late in self._late]
 
     async def _pull(self, slot: int, key: bytes, locations: Sequence[SnapshotLocation]) -> None:
         started = time.monotonic()
@@ -147,7 +164,7 @@ class SnapshotPulls:
                     reason = str(outcome.state)
                 self._run(self._directory.report_failure(location))
                 if not outcome.settled():
-                    self._fail(slot, reason, _Late(slot=slot, endpoint=endpoint, outcome=outcome))
+                    self._fail(slot, reason, self._late_now(slot, endpoint, outcome))
                     return
             self._fail(slot, reason, None)
         except BaseException:
@@ -158,6 +175,9 @@ class SnapshotPulls:
         finally:
             self._num_running -= 1
             self._state.snapshots.unpin(slot)
+
+    def _late_now(self, slot: int, endpoint: str, outcome: PullOutcome) -> _Late:
+        return _Late(slot=slot, endpoint=endpoint, outcome=outcome, since=self._clock())
 
     async def _check(self, slot: int, key: bytes, done: asyncio.Event) -> None:
         try:

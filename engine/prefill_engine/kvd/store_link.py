@@ -6,6 +6,7 @@ rather than fail, so nothing here is waited for without a limit by whoever answe
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,16 @@ from typing import TypeVar
 from prefill_engine.kv.directory import Directory
 from prefill_engine.kv.pool_memory import PoolGeometry
 from prefill_engine.kv.segments import SegmentInfo, SegmentStore
-from prefill_engine.kvd.breaker import Breaker
+from prefill_engine.kvd.breaker import Breaker, Renewal
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 StoreOpener = Callable[[PoolGeometry], SegmentStore]
 """Opens the store for this geometry; blocks. Raises ConfigError or StoreUnavailable."""
+MediumForgetter = Callable[[], Callable[[], None]]
+"""Gives up what stores were opened with, so that the next opening begins anew. What it returns ends that, and blocks; those
+stores must be closed by then."""
 
 _RETRY_SECONDS = (0.5, 15.0)
 _DIRECTORY_SECONDS = 30.0
@@ -33,17 +37,25 @@ _FIRST_TRY_SECONDS = 5.0
 
 
 class StoreLink:
-    """opener: None = no store behind the pool. collect_seconds: between two rounds of garbage collection."""
+    """opener: None = no store behind the pool. forget_medium: None = the medium has nothing that dies with a mount.
+    collect_seconds: between two rounds of garbage collection."""
 
     def __init__(
-        self, opener: StoreOpener | None, directory: Directory, *, collect_seconds: float = _COLLECT_SECONDS
+        self,
+        opener: StoreOpener | None,
+        directory: Directory,
+        *,
+        forget_medium: MediumForgetter | None = None,
+        renewal: Renewal | None = None,
+        collect_seconds: float = _COLLECT_SECONDS,
     ) -> None:
         self._opener = opener
         self._directory = directory
+        self._forget_medium = forget_medium
+        self._renewal = renewal or Renewal(clock=time.monotonic)
         self._collect_seconds = collect_seconds
         self._store: SegmentStore | None = None
-        self._reads = Breaker(limit=_MAX_FAILURES, clock=time.monotonic)
-        self._writes = Breaker(limit=_MAX_FAILURES, clock=time.monotonic)
+        self._reads, self._writes = _new_breaker(), _new_breaker()
         # Two: a scan of a large store must not keep garbage from being collected.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvd-store")
         self._tasks: list[asyncio.Task[None]] = []
@@ -102,12 +114,12 @@ class StoreLink:
             self._tasks.append(self._announcing)
 
     def reopen(self) -> None:
-        """After the medium was mounted anew: handles of the old mount are dead."""
-        store, opener, geometry = self._store, self._opener, self._geometry
-        if store is None or opener is None or geometry is None:
-            return
-        self._store = None
-        self._threads.submit(store.close)
+        """After the medium was mounted anew: handles and rings of the old mount are dead."""
+        was_open = self._store is not None
+        self._give_up()
+        opener, geometry = self._opener, self._geometry
+        if not was_open or opener is None or geometry is None:
+            return  # it is being opened, or will be
         for task in self._tasks:
             task.cancel()
         self._tasks = [asyncio.create_task(self._keep(opener, geometry))]
@@ -128,25 +140,55 @@ class StoreLink:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _keep(self, opener: StoreOpener, geometry: PoolGeometry) -> None:
+        while True:
+            self._store = store = await self._open(opener, geometry)
+            self.last_error = ""
+            self._tried.set()
+            logger.info("store open", extra={"store_id": store.store_id})
+            self.announce_all()
+            while True:
+                await asyncio.sleep(self._collect_seconds)
+                if self._is_renewal_due():
+                    break
+                await self._collect(store)
+            logger.warning("the store goes on failing; opened anew, for its mount may be another one")
+            if self._announcing is not None:
+                self._announcing.cancel()
+            self._give_up()
+
+    async def _open(self, opener: StoreOpener, geometry: PoolGeometry) -> SegmentStore:
         pause, longest = _RETRY_SECONDS
-        while self._store is None:
+        while True:
             try:
-                self._store = await self._in_thread(lambda: opener(geometry))
+                return await self._in_thread(lambda: opener(geometry))
             except Exception as error:
                 text = str(error) or repr(error)
                 if text != self.last_error:
                     logger.warning("store can't be opened; serving the pool alone", extra={"detail": text})
                 self.last_error = text
                 self._tried.set()
+                if self._is_renewal_due():
+                    self._give_up()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, longest)
-        self.last_error = ""
-        self._tried.set()
-        logger.info("store open", extra={"store_id": self._store.store_id})
-        self.announce_all()
-        while True:
-            await asyncio.sleep(self._collect_seconds)
-            await self._collect(self._store)
+
+    def _is_renewal_due(self) -> bool:
+        return self._forget_medium is not None and self._renewal.is_due(is_failing=not self.is_up)
+
+    def _give_up(self) -> None:
+        """The store, if it is open, and what it was opened with. They are ended when their last call has returned."""
+        store, self._store = self._store, None
+        end_medium = self._forget_medium() if self._forget_medium is not None else None
+        self._reads, self._writes = _new_breaker(), _new_breaker()
+
+        def end() -> None:
+            if store is not None:
+                store.close()
+            if end_medium is not None:
+                end_medium()
+
+        # Not one of our two threads: it may wait for a call that a dead mount holds for ever.
+        threading.Thread(target=end, name="kvd-store-end", daemon=True).start()
 
     async def _announce(self, store: SegmentStore) -> None:
         segments = store.scan()
@@ -179,6 +221,7 @@ class StoreLink:
         was_open = breaker.is_open
         if answered:
             breaker.succeed()
+            self._renewal.succeed()
         else:
             breaker.fail()
         if breaker.is_open != was_open:
@@ -187,6 +230,10 @@ class StoreLink:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _new_breaker() -> Breaker:
+    return Breaker(limit=_MAX_FAILURES, clock=time.monotonic)
 
 
 def _next_batch(segments: Iterator[SegmentInfo]) -> list[SegmentInfo]:

@@ -28,8 +28,8 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 PROTOCOL = 1
-# Nothing ends a session that is silent: a frozen rank keeps its slots, into which it may still write (kv.md 7.5, sessions.py). The
-# beat's own use is that Close calls which got no answer are sent again.
+# No silence ends a session: a frozen rank keeps its slots, into which it may still write (kv.md 7.5, kvd/sessions.py). What a
+# beat is good for: Close calls that got no answer are sent again.
 _BEAT_SECONDS = 0.5
 _MOST_CLOSED = 1 << 14
 """Ids in one Close; kvd takes 65,536 of each kind. The rest goes with the next beat."""
@@ -89,6 +89,8 @@ class KvdClient:
         self._call_ids = itertools.count(1)
         self._told = ""
         self._store_ok = True
+        self._is_draining = False
+        self._transport = ""
         self._down_since = time.monotonic()
         self._failure: ConfigError | None = None
         self._settled = threading.Event()
@@ -154,7 +156,9 @@ class KvdClient:
 
     def reserve(self, link: Link, request: kv_pb2.ReserveSlotsRequest) -> kv_pb2.ReserveSlotsResponse | None:
         """Waits for the answer; None = none came. Slots that were granted are the caller's until `filled`, over a restart of
-        kvd, too. Sets the request's call_id."""
+        kvd, too. Sets the request's call_id. A kvd that drains is not asked: it would refuse."""
+        if self._is_draining:
+            return None
         request.call_id = next(self._call_ids)
         answers: queue.SimpleQueue[kv_pb2.ReserveSlotsResponse | None] = queue.SimpleQueue()
         _call(link.stub.Reserve, request, seconds=_CALL_SECONDS, done=answers.put)
@@ -244,6 +248,7 @@ class KvdClient:
     def _serve_session(self, stub: kv_pb2_grpc.KvdStub) -> None:
         requests: queue.SimpleQueue[kv_pb2.SessionRequest | None] = queue.SimpleQueue()
         requests.put(self._hello())
+        self._is_draining = False
         self._session = session = stub.Session(_with_beats(requests, self._send_close))
         link: Link | None = None
         try:
@@ -261,13 +266,20 @@ class KvdClient:
                         self._settled.set()
                         self._send_close()
                     case "notice":
-                        self._store_ok = response.notice.store_ok
-                        self._on_change()
+                        self._hear(response.notice)
                 if self._stopping.is_set():
                     return
         finally:
             requests.put(None)
             session.cancel()
+
+    def _hear(self, notice: kv_pb2.SessionNotice) -> None:
+        if (notice.transport, notice.draining) != (self._transport, self._is_draining):
+            extra = {"transport": notice.transport, "draining": notice.draining}
+            logger.info("kvd says how it stands", extra=extra)
+        self._transport, self._is_draining = notice.transport, notice.draining
+        self._store_ok = notice.store_ok
+        self._on_change()
 
     def _hello(self) -> kv_pb2.SessionRequest:
         form = self._geometry

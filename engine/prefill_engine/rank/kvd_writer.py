@@ -117,7 +117,7 @@ class KvdWriter:
             self._finish(job)
 
         job.open_commits += 1
-        request = kv_pb2.CommitRequest(reservation_id=granted.reservation_id, blocks=blocks, tenant=tenant)
+        request = kv_pb2.CommitRequest(reservation_id=granted.reservation_id, blocks=blocks)
         self._commit(link, request, take)
         return len(blocks) == len(items)
 
@@ -178,7 +178,7 @@ class KvdWriter:
             held = answer.held_snapshots if answer is not None else 0
             self._post(SnapshotsKept(attempt_id=attempt_id, positions=tuple(positions[:held])))
 
-        request = kv_pb2.CommitRequest(reservation_id=granted.reservation_id, snapshots=commits, tenant=tenant)
+        request = kv_pb2.CommitRequest(reservation_id=granted.reservation_id, snapshots=commits)
         self._commit(link, request, take)
 
     def _fill_snapshot(self, pool: PoolMemory, slot: int, key: bytes, snapshot: SwaSnapshot) -> None:

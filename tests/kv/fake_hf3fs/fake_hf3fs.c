@@ -71,6 +71,7 @@ struct ring {
   int num_done;
   pthread_t preparer, waiter;
   bool has_preparer, has_waiter;
+  bool dead;
 };
 
 struct registered {
@@ -140,6 +141,13 @@ void fake_pause(bool paused) {
   pthread_mutex_unlock(&lock);
 }
 
+/* The FUSE process is another one from now on: it knows nothing of the rings that there are. */
+void fake_restart(void) {
+  pthread_mutex_lock(&lock);
+  for (struct ring *ring = rings; ring; ring = ring->next) ring->dead = true;
+  pthread_mutex_unlock(&lock);
+}
+
 void fake_reorder(bool on) { reorders = on; }
 void fake_not_hf3fs(bool on) { not_hf3fs = on; }
 
@@ -201,7 +209,7 @@ static void run_batch(struct ring *ring) {
   int n = ring->num_pending;
   /* A batch of fewer than |io_depth| waits: for ever with a positive depth, and by IoRing.cc's defect with a negative one. */
   int least = ring->io_depth < 0 ? -ring->io_depth : ring->io_depth;
-  if (!n || n < least) return;
+  if (ring->dead || !n || n < least) return;
   struct io *batch = malloc(sizeof(struct io) * (size_t)n);
   memcpy(batch, ring->pending, sizeof(struct io) * (size_t)n);
   ring->num_pending = 0;

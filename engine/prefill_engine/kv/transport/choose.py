@@ -1,18 +1,19 @@
 """Builds the transport that the configuration names. What is asked for and not there is an error, never another transport.
 
 Called by kvd at start. The trap (kv.md 0.10): libraries that fall back to TCP by themselves; so require_rdma is checked against
-the devices of this machine before anything is built.
+the devices of this machine before anything is built, and UCX is left nothing but RDMA.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from prefill_engine.kv.transport.contract import Transport
 from prefill_engine.kv.transport.nixl import NixlTransport
 from prefill_engine.kv.transport.nixl_agent import load_library
-from prefill_engine.kv.transport.rdma import DEVICE_ROOT, find_devices
+from prefill_engine.kv.transport.rdma import DEVICE_ROOT, UCX_TLS, find_devices, plan_fabric
 from prefill_engine.kv.transport.tcp import TcpTransport
+from prefill_engine.settings import environment_of_libraries
 from prefill_plan.errors import ConfigError
 from prefill_plan.kvd_config import TransportConfig, TransportKind
 
@@ -25,6 +26,7 @@ def build_transport(
     pod_ip: str = "",
     regions: Sequence[memoryview] = (),
     device_root: Path = DEVICE_ROOT,
+    environ: MutableMapping[str, str] | None = None,
 ) -> Transport:
     """The configured transport, not yet listening.
 
@@ -32,10 +34,11 @@ def build_transport(
         pod_ip: what peers are told when config.advertise is empty.
         regions: memory that transfers will touch, registered once (nixl); other memory is registered when it is first used.
         device_root: where the kernel lists RDMA devices.
+        environ: what UCX reads, None = the process's own; with require_rdma it gets UCX_TLS.
 
     Raises:
-        ConfigError: require_rdma without an active RDMA device or with a transport that has none; nixl not installed;
-            unusable TLS files.
+        ConfigError: require_rdma without an active RDMA device or with a transport that has none, or with another
+            UCX_TLS; nixl not installed; unusable TLS files.
     """
     devices = find_devices(device_root)
     if config.require_rdma and config.kind is TransportKind.TCP:
@@ -52,4 +55,10 @@ def build_transport(
     if not devices:
         # Fit for trying it out. Over UCX's tcp an owner that stood still and finds its reader gone is aborted by UCX (1.5.1).
         logger.warning("nixl without an RDMA device: UCX over tcp; transport.kind tcp is faster and sturdier here")
-    return NixlTransport(config, library=load_library(), pod_ip=pod_ip, rdma_devices=devices, regions=regions)
+    environ = environment_of_libraries() if environ is None else environ
+    fabric, settings = plan_fabric(require_rdma=config.require_rdma, devices=devices, environ=environ)
+    environ.update(settings)
+    logger.info(
+        "UCX below nixl", extra={"fabric": str(fabric), "devices": devices, "ucx_tls": environ.get(UCX_TLS, "")}
+    )
+    return NixlTransport(config, library=load_library(), pod_ip=pod_ip, fabric=fabric, regions=regions)

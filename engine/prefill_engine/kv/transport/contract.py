@@ -4,7 +4,7 @@ The trap: a destination whose transfer timed out belongs to the transport until 
 (ai-dynamo/nixl#2067). So a pull ends in an outcome with `settled`, and nobody reuses the destination before that is true.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -47,11 +47,22 @@ class Transport(Protocol):
 
     @property
     def kind(self) -> str:
-        """What is really in use: "tcp", "tcp+tls", "nixl-ucx-tcp", "nixl-ucx-rdma"; shown by kv_transport_info."""
+        """What is really in use: "tcp", "tcp+tls", "nixl-ucx-tcp", "nixl-ucx-rdma" (nothing else was left
+        to UCX), "nixl-ucx-any" (UCX has a device and its choice); shown by kv_transport_info."""
+        ...
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Monotonic, by what happened; exported as kv_transport_events_total."""
         ...
 
     async def listen(self, find: Callable[[bytes], Source | None]) -> str:
         """Serves things by their key, 32 to 40 bytes (a capability: it must be presented in full). Returns host:port."""
+        ...
+
+    async def use_region(self, region: memoryview) -> None:
+        """Where everything that is pulled or served stands from now on, instead of any region before: memory that a transport
+        has to register is registered once. Other memory works as well. Call it with nothing in flight."""
         ...
 
     async def pull(self, endpoint: str, key: bytes, target: memoryview, *, deadline_seconds: float) -> PullOutcome:

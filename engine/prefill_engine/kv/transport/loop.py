@@ -38,10 +38,17 @@ class LoopTransport:
     def kind(self) -> str:
         return "loop"
 
+    @property
+    def counters(self) -> dict[str, int]:
+        return {}
+
     async def listen(self, find: Callable[[bytes], Source | None]) -> str:
         self._find = find
         self._endpoint = self._hub.join(self)
         return self._endpoint
+
+    async def use_region(self, region: memoryview) -> None:
+        """Nothing is registered."""
 
     async def pull(self, endpoint: str, key: bytes, target: memoryview, *, deadline_seconds: float) -> PullOutcome:
         check_arguments(key, deadline_seconds)

@@ -7,6 +7,7 @@ the agent's other transfers too. Two agents keep apart what we start (pulls, pus
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,10 +25,13 @@ from prefill_engine.kv.transport.nixl_agent import NixlAgent, NixlFailed, Place
 from prefill_engine.kv.transport.outcome import always_settled, check_arguments, ended, is_in_order, judge_answer
 from prefill_engine.kv.transport.peer import read_answer
 from prefill_engine.kv.transport.peers import Peers
+from prefill_engine.kv.transport.rdma import Fabric
 from prefill_engine.kv.transport.tcp import MAX_LINKS, MAX_LINKS_PER_PEER, endpoint_of
 from prefill_engine.kv.transport.tls import load_contexts
 from prefill_plan.errors import ConfigError
 from prefill_plan.kvd_config import TransportConfig
+
+logger = logging.getLogger(__name__)
 
 _MAX_PLACE_BYTES = 1 << 20
 _LATE_POLL_SECONDS = 0.01
@@ -56,14 +60,14 @@ class NixlTransport:
         *,
         library: Any,
         pod_ip: str = "",
-        rdma_devices: Sequence[str] = (),
+        fabric: Fabric = Fabric.TCP,
         regions: Sequence[memoryview] = (),
     ) -> None:
-        """Raises ConfigError: require_rdma without a device, unusable TLS files."""
-        if config.require_rdma and not rdma_devices:
-            raise ConfigError("transport.require_rdma is set and there is no RDMA device; not falling back to TCP")
+        """Raises ConfigError: require_rdma and UCX may choose something else, unusable TLS files."""
+        if config.require_rdma and fabric is not Fabric.RDMA:
+            raise ConfigError(f"transport.require_rdma is set and UCX is left {fabric}; not falling back to TCP")
         self._config, self._library, self._pod_ip = config, library, pod_ip
-        self._is_rdma = bool(rdma_devices)
+        self._fabric = fabric
         self._regions = tuple(regions)
         self._tls = load_contexts(config.tls)
         self._agents: dict[str, NixlAgent] = {}
@@ -79,7 +83,7 @@ class NixlTransport:
 
     @property
     def kind(self) -> str:
-        return "nixl-ucx-rdma" if self._is_rdma else "nixl-ucx-tcp"
+        return f"nixl-ucx-{self._fabric}"
 
     @property
     def counters(self) -> dict[str, int]:
@@ -96,6 +100,18 @@ class NixlTransport:
         context = self._tls.server if self._tls else None
         port = self._listener.start(self._config.host, self._config.port, context=context)
         return endpoint_of(self._config, pod_ip=self._pod_ip, port=port)
+
+    async def use_region(self, region: memoryview) -> None:
+        """See Transport.use_region. Agents are made anew, so nothing outside the region stays readable by peers."""
+        self._regions = (region,)
+        for role in list(self._agents):
+            await self._recycle(role)
+            try:
+                await self._agent(role)
+            except NixlFailed as error:
+                logger.warning(
+                    "no agent with the new region; the next transfer tries again", extra={"detail": str(error)}
+                )
 
     async def pull(self, endpoint: str, key: bytes, target: memoryview, *, deadline_seconds: float) -> PullOutcome:
         """See Transport.pull."""
@@ -129,6 +145,7 @@ class NixlTransport:
         for task in list(self._watching):
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
+        self._regions = ()  # a view of it would keep the pool's file locked
 
     async def _agent(self, role: str) -> NixlAgent:
         """The living agent of a role. Raises NixlFailed."""

@@ -67,6 +67,9 @@ class TcpTransport:
         port = self._listener.start(self._config.host, self._config.port, context=context)
         return endpoint_of(self._config, pod_ip=self._pod_ip, port=port)
 
+    async def use_region(self, region: memoryview) -> None:
+        """Nothing is registered."""
+
     async def pull(self, endpoint: str, key: bytes, target: memoryview, *, deadline_seconds: float) -> PullOutcome:
         """See Transport.pull."""
 
