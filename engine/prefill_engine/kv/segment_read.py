@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 _GONE = (errno.ENOENT, errno.ESTALE, errno.ENOTDIR)
 # Reads that take longer than this, on the average of a job, wait for their medium and not for memory.
-_CALL_SECONDS, _BYTE_SECONDS = 50e-6, 1 / (2 << 30)
-_MOST_PATIENCE = 2e-3  # what fast reads save up for slow ones
+_CALL_SECONDS, _BYTE_SECONDS = 50e-6, 1 / (1 << 30)
+_PATIENCE = 5e-3  # at most: a thread that had to wait for a core looks slow too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,9 @@ class SegmentRead:
         self._lock = threading.Lock()
         self._is_stopped = False
         self._call_help = call_help
-        self._patience = 0.0  # seconds that reads may still take before they count as slow; threads may lose an update
+        self._patience = (
+            _PATIENCE  # seconds that reads may still take before they count as slow; threads may lose an update
+        )
         self._segments: dict[str, _OpenSegment] = {}
         for name in {strip.segment for strip in strips}:
             path = paths.resolve(name)
@@ -214,7 +216,7 @@ class SegmentRead:
         started = time.perf_counter()
         num_bytes = self._data.read(handle, targets, offset)
         left = _CALL_SECONDS + num_bytes * _BYTE_SECONDS - (time.perf_counter() - started)
-        self._patience = patience = min(_MOST_PATIENCE, self._patience + left)
+        self._patience = patience = min(_PATIENCE, self._patience + left)
         if patience < 0:
             self._call_help()
         return num_bytes
