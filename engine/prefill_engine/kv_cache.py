@@ -80,6 +80,9 @@ class KvCache:
             self._sources = _raw_views(self.blocks, layout, head_dim=spec.head_dim, index_dim=spec.index_head_dim)
             row_width, row_dtype = spec.head_dim, raw_dtype
             self._image_bytes = state.snapshot_rows * row_width * raw_dtype.itemsize
+        # What a tensor tells of itself costs microseconds, and a hand-over has hundreds of blocks.
+        self._num_blocks = num_blocks
+        self._bytes = self.blocks.view(torch.uint8).view(-1).numpy().data if device.type == "cpu" else None
         self._rings = torch.zeros(
             state.num_layers, num_state_slots, state.ring_rows, row_width, dtype=row_dtype, device=device
         )
@@ -151,11 +154,12 @@ class KvCache:
         Raises:
             ValueError: the cache is not in host memory, or no such slot.
         """
-        if self._device.type != "cpu":
+        if self._bytes is None:
             raise ValueError(f"blocks on {self._device} have no host address: expected a cache on the CPU")
-        if not 0 <= slot < len(self.blocks):
-            raise ValueError(f"block slot {slot} is outside [0, {len(self.blocks)})")
-        return self.blocks[slot].view(torch.uint8).numpy().data[: self._block_bytes]
+        if not 0 <= slot < self._num_blocks:
+            raise ValueError(f"block slot {slot} is outside [0, {self._num_blocks})")
+        start = slot * (len(self._bytes) // self._num_blocks)
+        return self._bytes[start : start + self._block_bytes]
 
     def zero_tail(self, slot: int, num_tokens: int) -> None:
         """Zeroes in place every entry of the block that is not complete within its first `num_tokens` tokens (C5)."""

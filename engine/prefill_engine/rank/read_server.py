@@ -38,7 +38,7 @@ class Component:
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(piece) for piece in self.pieces)
+        return len(self.pieces[0]) * (len(self.pieces) - 1) + len(self.pieces[-1]) if self.pieces else 0
 
     def read(self, offset: int, length: int) -> bytes:
         """Copy of bytes [offset, offset + length) of the pieces, clipped to them."""
