@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 import msgspec
 
 from prefill_operator.engine_config import CONFIG_DIR, KVD_SOCKET, model_path
+from prefill_operator.errors import PoolInvalid
 from prefill_operator.host_memory import kvd_memory_bytes, pool_bytes
 from prefill_operator.manifest import Manifest
 from prefill_operator.names import ENGINE_CONTAINER, KVD_CONTAINER, WEIGHTS_MOUNT_CONTAINER
@@ -109,8 +110,13 @@ def engine_view_of_kvd(kvd: KvdSpec) -> tuple[MountedVolume, ...]:
 
 
 def render_kvd(spec: PrefillPoolSpec, volumes: tuple[MountedVolume, ...]) -> Manifest:
-    """The sidecar; call only when spec.kvd.enabled."""
+    """The sidecar; call only when spec.kvd.enabled.
+
+    Raises:
+        PoolInvalid: a part of its pool has no size; kvd would end with exit 10.
+    """
     kvd = spec.kvd
+    _check_pools(spec)
     memory = memory_text(kvd_memory_bytes(spec))
     devices = _kvd_devices(spec)
     budget = kvd.startup_timeout_seconds + _STARTUP_SLACK_SECONDS
@@ -239,6 +245,17 @@ def weights_config_files(spec: PrefillPoolSpec) -> dict[str, str]:
         token=_token_path(WEIGHTS_MOUNT_CONTAINER),
     )
     return {WEIGHTS_FUSE_FILE: text}
+
+
+def _check_pools(spec: PrefillPoolSpec) -> None:
+    for path, size in (
+        ("spec.kvCache.hostPool", spec.kv_cache.host_pool),
+        ("spec.kvCache.swaPool", spec.kv_cache.swa_pool),
+    ):
+        if quantity_bytes(size) == 0:
+            raise PoolInvalid(
+                path, value=size, rule="must be above 0 with kvd.enabled: kvd's pool has blocks and snapshots"
+            )
 
 
 def _snapshot_bytes(spec: PrefillPoolSpec) -> int:

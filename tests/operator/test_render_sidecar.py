@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from prefill_operator.errors import PoolInvalid
 from prefill_operator.model import OperatorTimes
 from prefill_operator.render_sidecar import kvd_config_files
 from prefill_plan.config import TlsConfig
@@ -80,6 +81,13 @@ def test_kvd_listens_where_the_pod_says() -> None:
     assert {"name": "handoff", "containerPort": 50060, "protocol": "TCP"} in container_of(pod, "engine")["ports"]
     numbers = [port["containerPort"] for name in ("kvd", "engine") for port in container_of(pod, name)["ports"]]
     assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("field", ["hostPool", "swaPool"])
+def test_part_of_the_pool_without_a_size_is_refused_before_kvd_ends_over_it(field: str) -> None:
+    pool = pool_of(PREFILL_BODY, {"kvd": {"enabled": True, "image": "kvd:1"}, "kvCache": {field: "0"}})
+    with pytest.raises(PoolInvalid, match=rf"spec.kvCache.{field} is .*0.*: must be above 0 with kvd.enabled"):
+        pod_of(pool)
 
 
 def test_kvd_speaks_tls_with_the_secret_it_is_given() -> None:
