@@ -166,8 +166,8 @@ def test_kvd_killed(start: Start, figure: Figure) -> None:
 def test_shared_memory_too_small(start: Start, figure: Figure) -> None:
     """/dev/shm has no room for the pool: the pool says so in kvd's words, kvd is tried with growing pauses, and heals by itself.
 
-    Pods of ours have room by construction; here somebody fills it while kvd is dead, and its file is lost. The engine maps the lost
-    pool until the next one is there, so both and the lease journal must have room (64 + 64 + 2 MiB).
+    Pods of ours have room by construction; here somebody fills it while kvd is dead, and its file is lost. The engine maps the
+    lost pool until the next one is there, so both and the lease journal must have room (64 + 64 + 2 MiB).
     """
     pool = start(engine={"extraShm": "80Mi"})
     pool.view.wait_settled(1, seconds=SLOW)
