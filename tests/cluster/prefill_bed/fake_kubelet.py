@@ -83,8 +83,7 @@ class FakePod:
         self.waiting = ""
         self.used: dict[int, int] = {}
         self.sent: tuple[object, ...] = ()
-        self.written = 0
-        """Resource version of the status that was written last."""
+        self.written = 0  # resource version of the last status
 
     @property
     def name(self) -> str:
@@ -109,24 +108,14 @@ class FakePod:
         for index, spec in enumerate(self.pod["spec"]["containers"]):
             first = index == 0
             state = {"waiting": {"reason": self.waiting}} if self.waiting and first else running
-            up = not (self.waiting and first)
-            status = {"name": spec["name"], "image": spec["image"], "imageID": "", "state": state, "started": up}
-            status |= {"ready": self.ready and up, "restartCount": self.restarts if first else 0}
+            is_up = not (self.waiting and first)
+            status = {"name": spec["name"], "image": spec["image"], "imageID": "", "state": state, "started": is_up}
+            status |= {"ready": self.ready and is_up, "restartCount": self.restarts if first else 0}
             if first and self.last_end:
                 status["lastState"] = {"terminated": self.last_end}
             containers.append(status)
-        sidecars = [
-            {
-                "name": s["name"],
-                "image": s["image"],
-                "imageID": "",
-                "state": running,
-                "started": True,
-                "ready": True,
-                "restartCount": 0,
-            }
-            for s in self.pod["spec"].get("initContainers", [])
-        ]
+        up = {"imageID": "", "state": running, "started": True, "ready": True, "restartCount": 0}
+        sidecars = [{"name": s["name"], "image": s["image"], **up} for s in self.pod["spec"].get("initContainers", [])]
         flags = {"Initialized": True, "ContainersReady": self.ready, "Ready": self.ready and self.gates_open()}
         conditions = [{"type": t, "status": str(on), "lastTransitionTime": stamp()} for t, on in flags.items()]
         ips = {"podIP": self.address, "podIPs": [{"ip": self.address}], "hostIP": "10.98.0.1"}
@@ -135,9 +124,9 @@ class FakePod:
 
     def is_overwritten(self) -> bool:
         """Somebody has said of Ready what is not so: the node controller does, of a node whose heartbeat came late."""
-        ready = {c["status"] for c in self.pod["status"].get("conditions", []) if c["type"] == "Ready"}
+        said = [c["status"] for c in self.pod["status"].get("conditions", []) if c["type"] == "Ready"]
         is_newer = int(self.pod["metadata"]["resourceVersion"]) > self.written > 0
-        return is_newer and ready != {str(self.ready and self.gates_open())}
+        return is_newer and said != [str(self.ready and self.gates_open())]
 
     def digest(self) -> tuple[object, ...]:
         """Changes exactly when the status has to be written again."""
