@@ -14,6 +14,9 @@ from prefill_operator.model import EmitEvent, EventType
 from prefill_operator.names import ConditionType, EventReason, Reason
 from prefill_operator.rollout import Removal
 
+_EVICTED = frozenset({"EvictionByEvictionAPI", "PreemptionByScheduler"})
+"""Reasons of DisruptionTarget with which a pod goes and its node stays, as in `kubectl drain`."""
+
 
 def plan_events(findings: Findings, conditions: Iterable[Condition]) -> tuple[EmitEvent, ...]:
     """Events of this pass.
@@ -81,7 +84,7 @@ def _is_said(findings: Findings, text: str) -> bool:
 def _losses(findings: Findings) -> Iterable[EmitEvent]:
     by_node: dict[str, list[str]] = {}
     for removal in findings.step.deletes:
-        if removal.view.state is PodState.LOST:
+        if removal.view.state is PodState.LOST and removal.view.pod.disruption_target not in _EVICTED:
             by_node.setdefault(removal.view.pod.node, []).append(removal.view.pod.name)
     for node, names in sorted(by_node.items()):
         yield _warn(EventReason.NODE_LOST, f"node {node} took {', '.join(sorted(names))} with it", node=node)
@@ -91,7 +94,10 @@ def _replacements(findings: Findings) -> Iterable[EmitEvent]:
     forced = {Remedy.REPLACE_NOW, Remedy.REPLACE_FIRST, Remedy.DRAIN_NOW}
     for removal in (*findings.step.deletes, *findings.step.drains):
         view = removal.view
-        if view.verdict.remedy in forced or view.state is PodState.FAILED:
+        if view.pod.disruption_target in _EVICTED:
+            text = f"{view.pod.name} on {view.pod.node}: evicted ({view.pod.disruption_target})"
+            yield _warn(EventReason.PE_REPLACED, text)
+        elif view.verdict.remedy in forced or view.state is PodState.FAILED:
             node = view.pod.node if view.state is PodState.GPU_FAULT else ""
             text = f"{view.pod.name}{f' on {view.pod.node}' if view.pod.node else ''}: {view.state}"
             detail = f": {view.verdict.message}" if view.verdict.message else ""

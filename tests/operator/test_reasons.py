@@ -127,3 +127,14 @@ def test_event_of_a_lost_node_names_it_and_its_pes() -> None:
 
     (event,) = (event for event in cluster.events if event.reason is EventReason.NODE_LOST)
     assert event.message == f"node gpu-0 took {', '.join(names)} with it"
+
+
+def test_event_of_an_evicted_pe_says_so_and_not_that_its_node_is_lost() -> None:
+    cluster = settled_cluster(make_pool(make_spec(replicas=2)))
+    name = cluster.name_of(1)
+    cluster.change(name, disruption_target="EvictionByEvictionAPI")
+    cluster.run_pass()
+
+    assert EventReason.NODE_LOST not in {event.reason for event in cluster.events}
+    (event,) = (event for event in cluster.events if event.reason is EventReason.PE_REPLACED)
+    assert event.message == f"{name} on gpu-0: evicted (EvictionByEvictionAPI)"
