@@ -1,8 +1,7 @@
 """Fake kubelets for many nodes in one process: real API objects, no containers.
 
-They register nodes, renew Leases, run bound pods Pending -> Running -> Ready with container statuses, addresses and readiness
-gates, end deleted pods, and let pods fail as the control file says. Each pod's address is answered by an engine that
-knows only load and drain. The control file is JSON and read again when it changes (see Control); a case writes it.
+They register nodes, renew Leases, run bound pods Pending -> Running -> Ready with statuses, addresses and readiness gates, end
+deleted pods, let pods fail as the control file (JSON, see Control) says, and answer each pod's address for its engine.
 """
 
 import argparse
@@ -46,7 +45,7 @@ class Rule(msgspec.Struct, forbid_unknown_fields=True):
     fail: str = ""
     """Instead: the pod fails for ever with this reason, e.g. UnexpectedAdmissionError."""
     image: str = ""
-    """Instead: the container waits for ever with this reason, e.g. ImagePullBackOff."""
+    """Instead: the container waits for ever, e.g. ImagePullBackOff."""
     times: int = 1
     """How often per pod."""
 
