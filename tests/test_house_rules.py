@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from prefill_engine.__main__ import VERBS, main
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("engine", "kernels")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name)
@@ -62,8 +64,6 @@ def test_light_modules_stay_light(module: str, forbidden: str) -> None:
 
 
 def test_cli_verbs_are_the_agreed_ones() -> None:
-    from prefill_engine.__main__ import VERBS
-
     assert list(VERBS) == [
         "serve",
         "request",
@@ -88,12 +88,19 @@ def test_cli_verbs_are_the_agreed_ones() -> None:
         *("ve", "ve-sweep", "ve-balance", "demo"),
     ],
 )
-def test_every_verb_has_help(verb: str) -> None:
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0
+    assert f"prefill-engine {verb}" in capsys.readouterr().out
+
+
+def test_program_has_help() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "prefill_engine", verb, "--help"], capture_output=True, text=True, cwd=ROOT, check=False
+        [sys.executable, "-m", "prefill_engine", "--help"], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert f"prefill-engine {verb}" in done.stdout
+    assert "prefill-engine" in done.stdout
 
 
 def test_unknown_verb_is_a_usage_error() -> None:
