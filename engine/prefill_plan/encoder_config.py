@@ -125,7 +125,14 @@ def check_encoder_config(config: EncoderConfig) -> None:
             rows.hold_seconds,
             f"more than 0 and at most rows.max_hold_seconds = {rows.max_hold_seconds:g}",
         ),
+        (queue.max_calls < 1, "queue.max_calls", queue.max_calls, "at least 1"),
         (config.decode.workers < 0, "decode.workers", config.decode.workers, "0 or more"),
+        (
+            config.decode.image_cpu_seconds <= 0,
+            "decode.image_cpu_seconds",
+            config.decode.image_cpu_seconds,
+            "more than 0",
+        ),
         (config.image_seconds <= 0, "image_seconds", config.image_seconds, "more than 0"),
         (
             config.activation not in ENCODER_ACTIVATIONS,

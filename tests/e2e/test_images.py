@@ -9,7 +9,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -216,61 +216,90 @@ def test_request_shows_the_images_in_its_timeline(
     assert "1 image placeholders" in capsys.readouterr().err
 
 
-def test_encoder_hangs_then_dies_then_the_engine_dies(
+def test_encoder_hangs_then_one_dies_then_the_engine_dies(
     engine: LocalEngine, encoders: list[VeProcess], checkpoint: Path, probe: DecodeProbe
 ) -> None:
     """Last in the file, since it wears out what the others use."""
-    doomed, other = encoders
     places = (50, 150, 250, 350)
-    for number, signals in enumerate(((signal.SIGSTOP,), (signal.SIGSTOP, signal.SIGKILL))):
-        files = [picture(10 * number + i) for i in range(4)]
-        sent = asyncio.run(
-            send_while(engine, checkpoint, prompt_of(f"f{number}", places=places), files, doomed, signals)
-        )
+    for number, fault in enumerate((signal.SIGSTOP, signal.SIGKILL)):
+        files = [picture(100 + 10 * number + i) for i in range(4)]
+        tokens = prompt_of(f"f{number}", places=places)
+        sent, doomed = asyncio.run(send_into_fault(engine, checkpoint, tokens, files, encoders, fault))
         assert sent.images_ready == [0, 1, 2, 3]
         assert sent.verify(probe, checkpoint, files).problems == ()
         assert num_retries(engine) > number
-        if number == 0:
+        if fault == signal.SIGSTOP:
             os.kill(doomed.process.pid, signal.SIGCONT)
             asyncio.run(until_load(doomed, is_empty))
-    asyncio.run(kill_engine_while(engine, checkpoint, other, places))
-    asyncio.run(until_load(other, is_empty))
+    (left,) = (encoder for encoder in encoders if encoder is not doomed)
+    asyncio.run(kill_engine_while(engine, checkpoint, left, places))
+    asyncio.run(until_load(left, is_empty))
     # Its rows lay in shared memory, which the next start of anything removes; that of the living encoder stays.
     assert any(".pe." in name for name in remove_orphans())
-    left = [path.name for path in SHM_DIR.glob("prefill-ve.*") if f".{other.process.pid}." in path.name]
-    assert len(left) == 2
+    slabs = [path.name for path in SHM_DIR.glob("prefill-ve.*") if f".{left.process.pid}." in path.name]
+    assert len(slabs) == 2
 
 
 def num_retries(engine: LocalEngine) -> int:
     return engine.log_path.read_text().count("image is tried again")
 
 
-async def send_while(
+@contextmanager
+def standing_towers(encoders: Sequence[VeProcess]) -> Iterator[None]:
+    """Images that come meanwhile stay where they are sent to."""
+    pids = [int(str(encoder.ready()["encoder_pid"])) for encoder in encoders]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+async def first_with_images(encoders: Sequence[VeProcess]) -> VeProcess:
+    watches = {asyncio.ensure_future(until_load(each, lambda load: load.images_queued > 0)): each for each in encoders}
+    done, others = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+    for other in others:
+        other.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    first = done.pop()
+    first.result()
+    return watches[first]
+
+
+async def until_usable(engine: LocalEngine, count: int) -> None:
+    async with asyncio.timeout(60):
+        while (await asyncio.to_thread(engine.figures)).get("pe_encoders_usable") != count:
+            await asyncio.sleep(0.05)
+
+
+async def send_into_fault(
     engine: LocalEngine,
     checkpoint: Path,
     tokens: list[int],
     files: Sequence[bytes],
-    doomed: VeProcess,
-    signals: Sequence[signal.Signals],
-) -> Sent:
-    """Sends images that both encoders get; the doomed one gets the signals before and after it has some."""
-    os.kill(doomed.process.pid, signals[0])
-    sending = asyncio.create_task(send(engine, checkpoint, tokens, files))
-    for number in signals[1:]:
-        await asyncio.sleep(0.3)
-        os.kill(doomed.process.pid, number)
-    return await sending
+    encoders: Sequence[VeProcess],
+    fault: signal.Signals,
+) -> tuple[Sent, VeProcess]:
+    """Sends images that nobody has seen; an encoder that has some of them gets the signal, and the other goes on."""
+    await until_usable(engine, len(encoders))
+    for encoder in encoders:
+        await until_load(encoder, is_empty)
+    with standing_towers(encoders):
+        sending = asyncio.create_task(send(engine, checkpoint, tokens, files))
+        doomed = await first_with_images(encoders)
+        os.kill(doomed.process.pid, fault)
+    return await sending, doomed
 
 
 async def kill_engine_while(engine: LocalEngine, checkpoint: Path, encoder: VeProcess, places: Sequence[int]) -> None:
     """Kills the engine while its images are at an encoder that stands still, which then goes on."""
-    os.kill(encoder.process.pid, signal.SIGSTOP)
-    try:
-        files = [picture(40 + i) for i in range(4)]
+    with standing_towers([encoder]):
+        files = [picture(140 + i) for i in range(4)]
         sending = asyncio.create_task(send(engine, checkpoint, prompt_of("k", places=places), files))
-        await asyncio.sleep(0.3)
+        await first_with_images([encoder])
         engine.kill()
         with pytest.raises((CallFailed, PeerError)):
             await sending
-    finally:
-        os.kill(encoder.process.pid, signal.SIGCONT)

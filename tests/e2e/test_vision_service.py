@@ -3,8 +3,10 @@
 import asyncio
 import base64
 import json
+import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from prefill_engine.rpc import common_pb2, vision_pb2
 from prefill_engine.vision.encoder_client import read_shared
+from prefill_testing.image_mutations import mutate, valid_images
 from prefill_testing.rpc_calls import refused
 from prefill_testing.ve_calls import Stub, ack, claimed, metrics, run_calls, tickets_open, until
 from prefill_testing.ve_process import VeProcess, encode_request, png, start_ve
@@ -24,7 +27,7 @@ COLUMNS = 96
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VeProcess]:
-    with start_ve(tmp_path_factory.mktemp("ve")) as started:
+    with start_ve(tmp_path_factory.mktemp("ve"), "image_seconds=60") as started:
         yield started
 
 
@@ -157,6 +160,35 @@ def test_damaged_image_is_refused_and_remembered(encoder: VeProcess) -> None:
     before = metrics(encoder).get('ve_cache_total{result="rejected"}', 0.0)
     run_calls(encoder, scenario)
     assert metrics(encoder)['ve_cache_total{result="rejected"}'] - before == 1
+
+
+def test_mutated_images_end_as_rows_or_as_refusals(encoder: VeProcess) -> None:
+    """A few of the ten thousand of test_decode_fuzz.py through the service: never an internal error, and it goes on."""
+    source, seeds = random.Random(7), valid_images()
+    images = [mutate(source, seeds) for _ in range(320)]
+    reasons: Counter[str] = Counter()
+
+    async def scenario(stub: Stub) -> None:
+        for start in range(0, len(images), 8):
+            requests = [encode_request(data) for data in images[start : start + 8]]
+            async for result in stub.EncodeMany(iter(requests)):
+                if result.HasField("image"):
+                    reasons["encoded"] += 1
+                    assert await ack(stub, result.image.ticket_id)
+                else:
+                    reasons[common_pb2.ErrorReason.Name(result.error.reason)] += 1
+                    assert result.error.public_message.isascii()
+        for data in images:
+            found = await stub.Inspect(vision_pb2.InspectRequest(data_head=data))
+            assert found.tokens or found.error.reason == common_pb2.IMAGE_REJECTED
+        assert await tickets_open(stub) == 0
+
+    run_calls(encoder, scenario)
+    assert sum(reasons.values()) == len(images)
+    assert set(reasons) == {"encoded", "IMAGE_REJECTED"}
+    # Else the fuzzing reached no decoder.
+    assert reasons["encoded"] > 10
+    assert encoder.log("decoding failed") + encoder.log("handler failed") == []
 
 
 def test_item_id_is_an_idempotency_key(encoder: VeProcess) -> None:

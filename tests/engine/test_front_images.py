@@ -243,7 +243,7 @@ async def test_caller_that_goes_takes_its_images_with_it() -> None:
 
 @in_loop
 async def test_hung_encoders_end_the_attempt_with_their_reason() -> None:
-    async with scene(image_seconds=0.2) as s:
+    async with scene(image_seconds=1.0) as s:
         for encoder in s.encoders:
             encoder.running.clear()
         reading = asyncio.create_task(read_stream(s.rig.stub.Prefill(request_with(1), timeout=20)))
@@ -324,7 +324,7 @@ async def test_hundred_images_pass_through_a_slab_of_a_few() -> None:
 
 @in_loop
 async def test_slab_in_which_nothing_moves_refuses_instead_of_waiting_for_ever() -> None:
-    async with scene(image_seconds=0.3) as s:
+    async with scene(image_seconds=1.0) as s:
         reading = asyncio.create_task(read_stream(s.rig.stub.Prefill(request_with(30), timeout=20)))
         await s.want(await s.submitted(), range(30))
         _, failure = await reading

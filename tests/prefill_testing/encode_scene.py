@@ -61,12 +61,17 @@ class Seen:
 
     looked: list[str] = field(default_factory=list)
     ended: list[Outcome] = field(default_factory=list)
+    sent_bytes: int = 0
 
     def ready(self, _served: object) -> None:
         """As telemetry."""
 
     def looked_up(self, result: str) -> None:
         self.looked.append(result)
+
+    def sent(self, num_bytes: int) -> None:
+        """As telemetry."""
+        self.sent_bytes += num_bytes
 
     def item_ended(self, _item: Item, outcome: Outcome, *, seconds: float) -> None:
         assert seconds >= 0
@@ -126,10 +131,13 @@ def _held(queue: EncodeQueue) -> int:
 
 
 @asynccontextmanager
-async def encode_scene(**config: object) -> AsyncIterator[EncodeScene]:
+async def encode_scene(
+    *, row_bytes: int = 96 * 2, rows_bytes: int = 1 << 16, **config: object
+) -> AsyncIterator[EncodeScene]:
+    """row_bytes: of one row. rows_bytes: of the slab."""
     settings = EncoderConfig(model=ModelConfig(path=str(TINY_VISION)), **config)  # type: ignore[arg-type]
     clock = asyncio.get_running_loop().time
-    canvases, rows = Slab("test.canvas", 1 << 20, key="c"), Slab("test.rows", 1 << 16, key="r")
+    canvases, rows = Slab("test.canvas", 1 << 20, key="c"), Slab("test.rows", rows_bytes, key="r")
     assert SPEC is not None
     cache = EmbeddingCache(slab=rows, cache_bytes=0)
     tickets = Tickets(cache, hold_seconds=60, max_hold_seconds=600, clock=clock, new_id=lambda: secrets.token_bytes(16))
@@ -150,7 +158,7 @@ async def encode_scene(**config: object) -> AsyncIterator[EncodeScene]:
         on_end=queue.flight_ended,
         on_batch=batch_seen,
     )
-    queue.flights.row_bytes = 96 * 2
+    queue.flights.row_bytes = row_bytes
     try:
         yield EncodeScene(queue=queue, decoder=decoder, jobs=jobs, seen=seen, canvases=canvases, rows=rows)
     finally:
@@ -159,6 +167,8 @@ async def encode_scene(**config: object) -> AsyncIterator[EncodeScene]:
 
 
 def run_scene(scenario: Callable[[EncodeScene], Awaitable[None]], **config: object) -> None:
+    """config: arguments of encode_scene."""
+
     async def inside() -> None:
         async with encode_scene(**config) as each, asyncio.timeout(60):
             await scenario(each)

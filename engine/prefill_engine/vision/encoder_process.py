@@ -46,9 +46,8 @@ logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 0.25
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# The image with the most patches is warmed up on a GPU, so that memory fails at start (serving.md 4.2); on a CPU it takes long.
-_GPU_WARMUP_SIZES = ((1, 1), (42882, 42))
-_CPU_WARMUP_SIZES = ((1, 1),)
+_WARMUP_SIZES = ((42882, 42), (1920, 1080), (1280, 720), (640, 480), (1, 1))
+"""From the most patches that an image can have to the fewest."""
 
 
 def encoder_main(args_bytes: bytes, pipe: Connection) -> None:
@@ -125,11 +124,10 @@ class _Encoder:
         self._send(Loading(stage="load", done=progress.done_bytes, total=progress.total_bytes))
 
     def _warm_up(self, tower: VisionTower, spec: VisionSpec) -> None:
-        sizes = _GPU_WARMUP_SIZES if self._config.device is Device.GPU else _CPU_WARMUP_SIZES
-        for index, (width, height) in enumerate(sizes):
-            plan = plan_image(width, height, spec)
-            tower.encode([torch.full((plan.height, plan.width, 3), 127, dtype=torch.uint8)], [plan])
-            self._send(Loading(stage="warmup", done=index + 1, total=len(sizes)))
+        batches = warmup_batches(self._config, spec)
+        for index, plans in enumerate(batches):
+            tower.encode([torch.full((plan.height, plan.width, 3), 127, dtype=torch.uint8) for plan in plans], plans)
+            self._send(Loading(stage="warmup", done=index + 1, total=len(batches)))
 
     def _run_batch(self, tower: VisionTower, spec: VisionSpec, job: BatchJob) -> BatchDone:
         plans = [plan_image(image.width, image.height, spec) for image in job.images]
@@ -182,6 +180,22 @@ class _Encoder:
         fault = parse_fault(self._args.fault)
         if fault is not None and fault[1] == phase:
             raise InjectedFault(fault[0])
+
+
+def warmup_batches(config: EncoderConfig, spec: VisionSpec) -> list[list[ImagePlan]]:
+    """The smallest image alone; on a GPU also a batch about as full as batches get, the largest image among it, so that memory
+    fails at start and not later (serving.md 4.2). On a CPU that would take long."""
+    plans = [plan_image(width, height, spec) for width, height in _WARMUP_SIZES]
+    if config.device is Device.CPU:
+        return [plans[-1:]]
+    limits, full = config.batching, list[ImagePlan]()
+    room = limits.max_patches_per_batch
+    for plan in plans:
+        if plan.num_patches <= limits.max_patches_per_image:
+            count = min(room // plan.num_patches, limits.max_images_per_batch - len(full))
+            full += [plan] * count
+            room -= count * plan.num_patches
+    return [plans[-1:], full] if full else [plans[-1:]]
 
 
 def _pick_device(device: Device) -> torch.device:

@@ -33,9 +33,10 @@ from prefill_engine.front.serving import (
 from prefill_engine.settings import HostIdentity
 from prefill_engine.vision.encoder_link import EncoderLink
 from prefill_engine.vision.encoder_messages import ENCODER_RANK, EncoderArgs
+from prefill_engine.vision.image_intake import MAX_IMAGE_BYTES
 from prefill_engine.vision.slab import Slab, remove_orphans
 from prefill_engine.vision.ve_build import BuiltVe, build_ve
-from prefill_engine.vision.ve_front import VisionFront
+from prefill_engine.vision.ve_front import ROW_VALUE_BYTES, VisionFront
 from prefill_engine.vision.ve_ports import open_ve_ports
 from prefill_engine.vision.worker_pool import DecodePool
 from prefill_plan.encoder_config import CANVAS_BYTES_PER_PIXEL, EncoderConfig, check_encoder_config
@@ -70,7 +71,8 @@ def check_ve_start(config: EncoderConfig) -> ModelSpec:
     """Everything that can be refused before a process is started.
 
     Raises:
-        ConfigError: sizes that make no sense. CheckpointError: config.json is missing, wrong, or has no vision part.
+        ConfigError: sizes that make no sense, or have no room for an image that is let in. CheckpointError: config.json is
+            missing, wrong, or has no vision part.
     """
     check_encoder_config(config)
     try:
@@ -81,7 +83,21 @@ def check_ve_start(config: EncoderConfig) -> ModelSpec:
         raise CheckpointError(
             f"model.path {config.model.path}: config.json has no vision_config, there is nothing to serve"
         )
+    _check_room(
+        config, image_rows_bytes=model.vision.max_image_tokens * model.hidden_size * ROW_VALUE_BYTES[config.activation]
+    )
     return model
+
+
+def _check_room(config: EncoderConfig, *, image_rows_bytes: int) -> None:
+    """With less, the largest image would be told for ever to come again later."""
+    rows, queue = config.rows.memory_bytes, config.queue.max_image_bytes
+    if rows < image_rows_bytes:
+        expected = f"at least one image of {image_rows_bytes} bytes"
+        raise ConfigError(f"rows.memory_bytes = {rows}, expected {expected}", key="rows.memory_bytes")
+    if queue < MAX_IMAGE_BYTES:
+        expected = f"at least one image of {MAX_IMAGE_BYTES} bytes"
+        raise ConfigError(f"queue.max_image_bytes = {queue}, expected {expected}", key="queue.max_image_bytes")
 
 
 class _Process:

@@ -36,6 +36,8 @@ DEFAULT_WATCH_SECONDS = 0.1
 _MIN_WATCH_SECONDS = 0.01
 _DRAIN_STATUS_SECONDS = 0.2
 _MAX_REQUEST_ID = 128
+MAX_UNREAD_RESULTS = 64
+"""Images of one EncodeMany stream whose results its caller has not taken; a result may hold 1 MiB of rows."""
 _INVARIANT = Failure(reason="INVARIANT", public_message="the encoder failed on this image; it is in the encoder's log")
 
 
@@ -63,13 +65,16 @@ class VisionEncoderService(vision_pb2_grpc.VisionEncoderServicer):
     async def EncodeMany(
         self, requests: AsyncIterator[vision_pb2.EncodeRequest], context: Context
     ) -> AsyncIterator[vision_pb2.EncodeResult]:
-        """Many images on one stream, results as they come. While the queue is full no more requests are read."""
+        """Many images on one stream, results as they come. While the queue is full, or the caller takes no results, no more
+        requests are read."""
         results: asyncio.Queue[vision_pb2.EncodeResult | None] = asyncio.Queue()
         tasks: set[asyncio.Task[None]] = set()
-        reading = asyncio.create_task(self._read_many(requests, results, tasks))
+        room = asyncio.Semaphore(MAX_UNREAD_RESULTS)
+        reading = asyncio.create_task(self._read_many(requests, results, tasks, room))
         try:
             while (result := await results.get()) is not None:
                 yield result
+                room.release()
             await reading
         except Exception:
             logger.exception("handler failed", extra={"method": "EncodeMany"})
@@ -196,10 +201,12 @@ class VisionEncoderService(vision_pb2_grpc.VisionEncoderServicer):
         requests: AsyncIterator[vision_pb2.EncodeRequest],
         results: "asyncio.Queue[vision_pb2.EncodeResult | None]",
         tasks: "set[asyncio.Task[None]]",
+        room: asyncio.Semaphore,
     ) -> None:
         """Reads on while there is room, and ends the results when all are answered."""
         try:
             async for request in requests:
+                await room.acquire()
                 try:
                     call = self._parse(request, time_remaining=None)
                     item = await self._submit_when_room(call)

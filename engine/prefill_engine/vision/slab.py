@@ -36,6 +36,11 @@ def host_id(path: str) -> str:
     return f"{boot}:{status.st_dev}:{status.st_ino}"
 
 
+def is_slab_path(path: str) -> bool:
+    """Whether a path names a slab as this module makes them; it may not exist."""
+    return path.startswith(f"{SHM_DIR}/{_PREFIX}") and "/" not in path[len(f"{SHM_DIR}/") :]
+
+
 class FreeSpace:
     """Free parts of [0, size), first fit, neighbours joined. Pure bookkeeping."""
 

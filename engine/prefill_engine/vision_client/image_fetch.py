@@ -21,7 +21,7 @@ import grpc.aio
 from prefill_engine.rpc import common_pb2, vision_pb2
 from prefill_engine.rpc.convert import to_duration
 from prefill_engine.rpc.status import DETAILS_KEY, ServingFailure, decode_failure
-from prefill_engine.vision.slab import host_id
+from prefill_engine.vision.slab import host_id, is_slab_path
 from prefill_engine.vision_client.encoder_peer import EncoderPeer
 from prefill_engine.vision_client.encoder_set import EncoderSet
 from prefill_engine.vision_client.image_source import PERMANENT_REASONS, ImageSource, TicketSource, image_failure, lost
@@ -305,19 +305,20 @@ class ImageFetcher:
 def _read_shared(ticket: TicketSource, target: memoryview) -> bool:
     """Rows from the encoder's memory into the target, unchecked; False if that memory is another machine's, or gone.
 
-    Read, not mapped: a mapping would keep the memory of an encoder that has ended.
+    Read, not mapped: a mapping would keep the memory of an encoder that has ended. Path and offset may be a caller's words:
+    nothing but a slab is opened, since a pipe would never open, and no number is too large.
     """
-    if not ticket.path or ticket.checksum is None:
+    if ticket.checksum is None or not is_slab_path(ticket.path):
         return False
     try:
         if host_id(ticket.path) != ticket.host_id:
             return False
         fd = os.open(ticket.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except (OSError, ValueError):
         return False
     try:
         return os.preadv(fd, [target], ticket.offset) == len(target)
-    except OSError:
+    except (OSError, OverflowError):
         return False
     finally:
         os.close(fd)

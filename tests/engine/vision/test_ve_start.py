@@ -7,9 +7,11 @@ import pytest
 
 from prefill_engine.__main__ import main
 from prefill_engine.settings import load_encoder_config
+from prefill_engine.vision.encoder_process import warmup_batches
 from prefill_engine.vision.process import check_ve_start
 from prefill_plan.encoder_config import check_encoder_config
 from prefill_plan.errors import CheckpointError, ConfigError
+from prefill_plan.model_spec import released_model_spec
 from prefill_testing.ve_process import TINY_VISION
 
 MODEL = f"model.path={TINY_VISION}"
@@ -30,7 +32,9 @@ MODEL = f"model.path={TINY_VISION}"
             "rows.hold_seconds=601",
             "rows.hold_seconds = 601.0, expected more than 0 and at most rows.max_hold_seconds = 600",
         ),
+        ("queue.max_calls=0", "queue.max_calls = 0, expected at least 1"),
         ("decode.workers=-1", "decode.workers = -1, expected 0 or more"),
+        ("decode.image_cpu_seconds=0", "decode.image_cpu_seconds = 0.0, expected more than 0"),
         ("image_seconds=0", "image_seconds = 0.0, expected more than 0"),
         ("activation=fp8", "activation = fp8, expected bf16 or fp32"),
     ],
@@ -60,6 +64,52 @@ def test_checkpoint_without_a_tower_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=text):
             check_ve_start(load_encoder_config(None, [f"model.path={folder}"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            ("rows.memory_bytes=12287", "rows.cache_bytes=0"),
+            "rows.memory_bytes = 12287, expected at least one image of 12288 bytes",
+        ),
+        (
+            ("rows.memory_bytes=24575", "rows.cache_bytes=0", "activation=fp32"),
+            "rows.memory_bytes = 24575, expected at least one image of 24576 bytes",
+        ),
+        (
+            ("queue.max_image_bytes=31999999",),
+            "queue.max_image_bytes = 31999999, expected at least one image of 32000000 bytes",
+        ),
+    ],
+    ids=["rows", "rows of fp32", "encoded bytes"],
+)
+def test_no_room_for_the_largest_image_is_refused(settings: tuple[str, ...], text: str) -> None:
+    """It would be told for ever to come again later. 64 tokens of 96 values are the most of this checkpoint."""
+    with pytest.raises(ConfigError) as caught:
+        check_ve_start(load_encoder_config(None, [MODEL, *settings]))
+    assert text in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), [[1_521], [9_189, 4_784, 1_610]]),
+        (("batching.max_patches_per_batch=32768",), [[1_521], [9_189] * 3 + [4_784]]),
+        (("batching.max_images_per_batch=1",), [[1_521], [9_189]]),
+        (("batching.max_patches_per_image=5000",), [[1_521], [4_784] * 3 + [1_610]]),
+        (("batching.max_patches_per_image=1000",), [[1_521]]),
+        (("device=cpu",), [[1_521]]),
+    ],
+    ids=["default", "large batches", "one image", "small images", "none", "cpu"],
+)
+def test_warm_up_fills_a_batch_so_that_memory_fails_at_start(
+    settings: tuple[str, ...], expected: list[list[int]]
+) -> None:
+    spec = released_model_spec().vision
+    assert spec is not None
+    batches = warmup_batches(load_encoder_config(None, [MODEL, *settings]), spec)
+    assert [[plan.num_patches for plan in batch] for batch in batches] == expected
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from prefill_engine.rpc import vision_pb2
 from prefill_engine.rpc.status import Failure, ServingFailure
+from prefill_engine.vision.slab import host_id
 from prefill_engine.vision_client.choose import EncoderLoad
 from prefill_engine.vision_client.encoder_set import EncoderSet
 from prefill_engine.vision_client.image_fetch import Fetched, ImageFetcher, Owner
@@ -219,7 +223,7 @@ async def test_queues_that_stay_full_are_told_as_what_they_are() -> None:
 
 @in_loop
 async def test_hung_encoder_is_left_after_its_time_and_told_so() -> None:
-    async with scene(image_seconds=0.3) as s:
+    async with scene(image_seconds=1.0) as s:
         s.first.running.clear()
         assert (await s.fetch()).encoder == s.second.address
         await until(lambda: s.first.num_left == 1 and len(s.first.cancels) == 1)
@@ -324,6 +328,35 @@ async def test_ticket_is_claimed_and_acknowledged(shared: bool) -> None:
         assert (await s.fetch(held(s))).encoder == s.first.address
         assert bytes(s.target) == ROWS
         assert s.first.num_held == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "offset"),
+    [
+        ("{path}", 1 << 63),
+        ("{path}", 1 << 40),
+        ("{path}\0", 0),
+        ("/dev/shm/../..{path}", 0),
+        ("{pipe}", 0),
+        ("{link}", 0),
+        ("", 0),
+    ],
+    ids=["offset-of-64-bits", "offset-behind-the-end", "null-byte", "way-up", "pipe", "other-name", "none"],
+)
+@in_loop
+async def test_callers_word_for_a_place_in_memory_is_looked_at_first(path: str, offset: int, tmp_path: Path) -> None:
+    """Rows come by gRPC then; a pipe that was opened would hold a thread for ever."""
+    async with scene(shared=True) as s:
+        source = held(s)
+        assert source.ticket is not None
+        place = {"path": source.ticket.path, "pipe": tmp_path / "pipe", "link": tmp_path / "link"}
+        os.mkfifo(place["pipe"])
+        os.symlink(source.ticket.path, place["link"])
+        spoiled = path.format(**place)
+        host = host_id(spoiled) if spoiled and "\0" not in spoiled else source.ticket.host_id
+        ticket = dataclasses.replace(source.ticket, path=spoiled, host_id=host, offset=offset)
+        fetched = await s.fetch(dataclasses.replace(source, ticket=ticket))
+        assert (fetched.transport, bytes(s.target), s.first.num_held) == ("grpc", ROWS, 0)
 
 
 @in_loop
