@@ -14,7 +14,11 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
+    """kernel: its name; function: itself. arguments: by position. options: constexprs and launch options by name."""
+
     kernel: str
+    function: JITFunction
+    arguments: tuple[Any, ...]
     grid: tuple[int, ...]
     options: dict[str, Any]
 
@@ -24,10 +28,12 @@ def recorded_launches() -> Iterator[list[Launch]]:
     """Launches of the body, in order."""
     launches: list[Launch] = []
 
-    def note(self: Any, *_args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def note(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         assert not warmup
         assert not callable(grid), f"{self.__name__}: the grid depends on tuning, so it is no fixed launch"
-        launches.append(Launch(kernel=self.__name__, grid=tuple(grid), options=options))
+        launches.append(
+            Launch(kernel=self.__name__, function=self, arguments=arguments, grid=tuple(grid), options=options)
+        )
 
     run = JITFunction.run
     JITFunction.run = note

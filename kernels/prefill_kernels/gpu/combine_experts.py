@@ -1,4 +1,7 @@
-"""Sum of a row's expert outputs: one program per piece of a row. Traffic per row: (top-k + 2) * 2 * D bytes; bound: HBM."""
+"""Sum of a row's expert outputs: one program per piece of a row. Traffic per row: (top-k + 2) * 2 * D bytes; bound: HBM.
+
+Profile R, equal to `ref` bit for bit: slots are added in order in float32, then the shared expert, and rounded once.
+"""
 
 import torch
 import triton  # type: ignore[import-untyped]

@@ -232,7 +232,7 @@ def aot_cases(chip: Chip) -> tuple[AotCase, ...]:  # noqa: ARG001
             | dict.fromkeys(sizes, "i32")
             | dict.fromkeys(("BLOCK", "INSIDE", "TILE", "PADDED_TOPK"), "constexpr"),
             constexprs={"BLOCK": block, "INSIDE": inside, "TILE": _TILE // block, "PADDED_TOPK": topk},
-            aligned=(*pointers, "key_stride", "candidate_stride", "topk"),
+            aligned=(*pointers, "key_stride", "topk", *(("candidate_stride",) if inside else ())),
             num_warps=_NUM_WARPS,
             num_stages=3,
             mma=Mma.NONE,

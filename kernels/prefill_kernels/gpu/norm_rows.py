@@ -146,11 +146,12 @@ def _rows_per_program(block_width: int) -> int:
 
 
 def aot_cases(chip: Chip) -> tuple[AotCase, ...]:
-    """The q norm and the final norm of the released model, and the widest rows that are quantised alone, 32,768 of each; the
-    norms of a full batch of the vision tower."""
+    """The q norm and the norm of the decoder's latents, and the widest rows that are quantised alone, 32,768 of each; the norm
+    before the draft's keys; the norms of a full batch of the vision tower."""
     return (
         _norm_case("norm_rows", "norm_rows q_norm", 1280, chip),
-        _norm_case("rms_norm", "rms_norm final", 5120, chip),
+        _norm_case("norm_rows", "norm_rows draft", 5120, chip, num_rows=140),
+        _norm_case("rms_norm", "rms_norm latent", 512, chip),
         _norm_case("rms_norm", "rms_norm vision", 1024, chip, num_rows=16384),
         _quantise_case(15360, chip),
     )

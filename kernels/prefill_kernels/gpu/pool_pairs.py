@@ -21,6 +21,8 @@ from prefill_kernels.numerics import Numerics
 
 # 4 pairs x 512 channels are 16 values a thread.
 _GROUPS = 4
+# One kernel for all steps of so many sequences: another would be compiled while requests wait.
+_MIN_SEQUENCES = 16
 _WARPS = 4
 
 
@@ -155,7 +157,7 @@ def pool_pairs(
             ring_rows,
             eps,
             LOG_WIDTH=width.bit_length() - 1,
-            SEQUENCES=triton.next_power_of_2(num_sequences),
+            SEQUENCES=max(_MIN_SEQUENCES, triton.next_power_of_2(num_sequences)),
             GROUPS=_GROUPS,
             num_warps=_WARPS,
             enable_fp_fusion=False,
@@ -195,7 +197,7 @@ def aot_cases(chip: Chip) -> tuple[AotCase, ...]:  # noqa: ARG001 - one configur
             | indices
             | {"out_ptr": "*bf16", "num_sequences": "i32", "num_groups": "i32", "ring_rows": "i32", "eps": "fp32"}
             | dict.fromkeys(("LOG_WIDTH", "SEQUENCES", "GROUPS"), "constexpr"),
-            constexprs={"LOG_WIDTH": log_width, "SEQUENCES": sequences, "GROUPS": _GROUPS},
+            constexprs={"LOG_WIDTH": log_width, "SEQUENCES": _MIN_SEQUENCES, "GROUPS": _GROUPS},
             aligned=(*vectors, "weight_ptr", *indices, "out_ptr"),
             num_warps=_WARPS,
             num_stages=3,

@@ -84,7 +84,7 @@ def row_angles(position_ptr, frequency_ptr, row, num_rows, NUM_PAIRS: tl.constex
     return cos_sin(position[:, None] * frequency[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _rope_table_kernel(  # type: ignore[no-untyped-def]
     positions_ptr,
     frequencies_ptr,
@@ -150,7 +150,7 @@ def aot_cases(chip: Chip) -> tuple[AotCase, ...]:  # noqa: ARG001 - one configur
                 "BLOCK_P": "constexpr",
             },
             constexprs={"NUM_PAIRS": num_pairs, "BLOCK_N": _TABLE_ROWS, "BLOCK_P": num_pairs},
-            aligned=("positions_ptr", "frequencies_ptr", "table_ptr", "num_rows"),
+            aligned=("positions_ptr", "frequencies_ptr", "table_ptr"),
             num_warps=_TABLE_WARPS,
             num_stages=3,
             mma=Mma.NONE,

@@ -22,6 +22,8 @@ _TILE_WORDS = 2048
 _MAX_ROW_WORDS = 512
 _WARPS = 4
 _MAX_ROWS = 2**31 - 1
+# Of a flat pool these are the step's rows: a kernel per divisibility would be compiled while requests wait.
+_HOST_COUNTS = ("num_rows", "num_pool_rows", "entries_per_page")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ def _row_offset(index_N, entries_per_page, stride_page, stride_row):  # type: ig
     return page_N.to(tl.int64) * stride_page + (index_N - page_N * entries_per_page).to(tl.int64) * stride_row
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_HOST_COUNTS)  # type: ignore[untyped-decorator]
 def _gather_rows_kernel(  # type: ignore[no-untyped-def]
     pages_ptr,
     index_ptr,
@@ -76,7 +78,7 @@ def _gather_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(to_ptr, value, mask=(row_N < num_rows)[:, None] & in_row_W[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=_HOST_COUNTS)  # type: ignore[untyped-decorator]
 def _scatter_rows_kernel(  # type: ignore[no-untyped-def]
     pages_ptr,
     index_ptr,
@@ -178,6 +180,8 @@ def aot_cases(chip: Chip) -> tuple[AotCase, ...]:  # noqa: ARG001 - the same lau
     """Kept rows of a replay, and the last two KV sources' records of a 32,768-row chunk (stride of a block: 114,688 bytes)."""
     return (
         _case(_gather_rows_kernel, "gather_rows streams", 140, row_bytes=40960, page_stride=0),
+        _case(_gather_rows_kernel, "gather_rows pre, post", 140, row_bytes=16, page_stride=0),
+        _case(_gather_rows_kernel, "gather_rows comb", 140, row_bytes=64, page_stride=0),
         _case(_gather_rows_kernel, "gather_rows main records", 131072, row_bytes=288, page_stride=114688),
         _case(_scatter_rows_kernel, "scatter_rows window records", 32768, row_bytes=528, page_stride=402 * 528),
         _case(_scatter_rows_kernel, "scatter_rows index scales", 32768, row_bytes=4, page_stride=114688),

@@ -3,8 +3,8 @@
 One persistent kernel; bias, residual, SwiGLU or GELU run on the accumulators, each step rounded to bfloat16 where `ref` rounds.
 For SwiGLU a tile is gate columns beside the up columns of the same channels. Traffic of one launch: x once per group of 8 row
 tiles and out tile in flight (L2), weight, residual and output once; bound: the matrix unit. Tiles are 128 rows whatever the
-batch (C24): a row's result depends on nothing but the row. Against `ref` the order of the sums differs, and the chip's exp and
-division. The trap: rows beyond the edge repeat the last one; only loads of the residual and the store know the edge.
+batch (C24): a row's result depends on nothing but the row. Profile R; against `ref` the order of the sums differs, and the chip's
+exp and division. The trap: rows beyond the edge repeat the last one; only loads of the residual and the store know the edge.
 """
 
 # N rows, K in, O out, I inner width

@@ -9,9 +9,11 @@ import torch
 from gpu_run.report import write_report
 from gpu_run.run_clock import RunLog
 from gpu_run.sections import Bench, calibrate, check_ops, run_part, time_ops
+from gpu_run.step_checks import check_step
 from gpu_run.steps import build_model, fit_steps, time_steps
 from gpu_run.stopwatch import Stopwatch
 from gpu_run.tiny_model_check import check_tiny_model
+from gpu_run.variants import time_variants
 from gpu_run.vision_check import check_vision_ops
 from gpu_run.vision_sweep import sweep_vision
 
@@ -54,21 +56,23 @@ def main() -> int:
 
 
 def run(log: RunLog, device: torch.device, *, is_dry: bool) -> None:
-    """All parts in order."""
+    """All parts, those that tell most first (perf.md 7.2)."""
     ops = triton_ops(Chip.SM_90) if is_dry else load_ops("triton")
     bench = Bench(device=device, ops=ops, ref=load_ops("ref"), watch=Stopwatch(device), log=log, is_dry=is_dry)
     run_part(bench, "calibration", 20, lambda: calibrate(bench))
     run_part(bench, "correctness", 60, lambda: check_ops(bench))
     if not is_dry:
         run_part(bench, "tiny model", 40, lambda: check_tiny_model(bench))
+    run_part(bench, "steps", 90, lambda: _steps(bench))
+    run_part(bench, "fit", 0, lambda: fit_steps(bench))
+    if not is_dry:
+        run_part(bench, "kernels at 32k", 60, lambda: time_ops(bench, 32768))
         run_part(bench, "kv", 20, lambda: _check_kv(bench))
     run_part(bench, "vision ops", 40, lambda: _check_vision(bench))
     if not is_dry:
         run_part(bench, "vision", 60, lambda: sweep_vision(bench))
-        run_part(bench, "kernels at 32k", 60, lambda: time_ops(bench, 32768))
-    run_part(bench, "steps", 90, lambda: _steps(bench))
-    run_part(bench, "fit", 0, lambda: fit_steps(bench))
     run_part(bench, "kernels at 8k", 60, lambda: time_ops(bench, 8192))
+    run_part(bench, "second configurations", 40, lambda: time_variants(bench, 32768))
 
 
 def _check_kv(bench: Bench) -> None:
@@ -89,6 +93,8 @@ def _check_vision(bench: Bench) -> None:
 def _steps(bench: Bench) -> None:
     model = build_model(bench)
     time_steps(bench, model, (4096,) if bench.is_dry else (8192, 32768, 4096, 16384))
+    if bench.log.has_time("step checks", 30):
+        check_step(bench, model)
 
 
 def _launches(*, is_dry: bool):  # type: ignore[no-untyped-def]

@@ -3,10 +3,9 @@
 flops and bytes are the minimum of perf.md 2: inputs and outputs once, no padding.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
+from gpu_run.cache_cases import cache_cases
+from gpu_run.op_case import EPS, Call, OpCase, Scale
 from gpu_run.op_inputs import Maker
 from torch import Tensor
 
@@ -15,36 +14,11 @@ from prefill_kernels.ops import IndexRows, MhcOutput, Ops, Routing, Rows
 from prefill_kernels.rope_tables import rope_frequencies
 from prefill_testing.shapes import OpShapes
 
-EPS = 1e-20
-Call = Callable[[Ops], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpCase:
-    """build(maker) makes inputs and returns the call, so that only one case's inputs are in memory. mma: number class of the
-    products, "" for none. priority: lower is measured first. exact: bits must equal `ref`'s."""
-
-    name: str
-    build: Callable[[Maker], Call]
-    flops: float
-    bytes: float
-    mma: str = ""
-    exact: bool = False
-    priority: int = 5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """rows of the step, compressed entries visible, experts held here."""
-
-    rows: int
-    entries: int
-    experts: int
-
 
 def op_cases(s: OpShapes, n: Scale) -> list[OpCase]:
     """Every op of the protocol that the step runs, by priority."""
     cases = [*_products(s, n), *_experts(s, n), *_attention(s, n), *_index(s, n), *_streams(s, n), *_rows(s, n)]
+    cases += cache_cases(s, n)
     return sorted(cases, key=lambda case: case.priority)
 
 

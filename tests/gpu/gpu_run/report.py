@@ -67,6 +67,8 @@ def report_text(about: dict[str, str], results: dict[str, Any], skipped: list[st
         lines.append(f"| {row['rows']} | {'yes' if row['replay'] else 'no'} | {spread} | {show(row['tokens_per_s'])} |")
     fit = results.get("fit", {})
     lines += ["", f"step = {show(fit.get('a_ms'))} ms + {show(fit.get('b_us_per_token'))} us x tokens"]
+    if "graph_ms" in results:
+        lines += ["", f"the step of 4,096 rows with replay as one CUDA graph: {show(results['graph_ms'])} ms"]
     if "vision" in results:
         lines += _vision_lines(results["vision"])
     lines += ["", "Skipped: " + ("; ".join(skipped) if skipped else "nothing")]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_run.op_cases import OpCase, Scale, op_cases
+from gpu_run.op_case import OpCase, Scale
+from gpu_run.op_cases import op_cases
 from gpu_run.op_inputs import Maker
 from gpu_run.run_clock import RunLog
 from gpu_run.stopwatch import Stopwatch
@@ -58,7 +59,7 @@ def check_ops(bench: Bench, *, shapes: OpShapes = RELEASED, rows: int = 300, ent
     for case in op_cases(shapes, Scale(rows=rows, entries=entries, experts=8)):
         if not bench.log.has_time(f"check {case.name}", 15):
             break
-        verdicts[case.name] = _verdict(bench, case)
+        verdicts[case.name] = verdict_of(bench, case)
         if verdicts[case.name] != "ok":
             bench.log.say(f"{case.name}: {verdicts[case.name]}")
     wrong = {name: verdict for name, verdict in verdicts.items() if verdict not in ("ok", "dry run")}
@@ -68,16 +69,18 @@ def check_ops(bench: Bench, *, shapes: OpShapes = RELEASED, rows: int = 300, ent
 
 def time_ops(bench: Bench, num_rows: int, *, shapes: OpShapes = RELEASED) -> None:
     """Kernel times at the model's shapes, with the share of the calibrated peak that bounds each."""
-    table: list[dict[str, Any]] = bench.log.results.setdefault("kernels", [])
-    peaks = bench.log.results.get("calibration", {})
     for case in op_cases(shapes, Scale(rows=num_rows, entries=65536, experts=52)):
-        if not bench.log.has_time(f"time {case.name} at {num_rows} rows", 12):
-            continue
-        row = _timed(bench, case, num_rows, peaks)
-        table.append(row)
-        bench.log.say(
-            f"{case.name}, {num_rows} rows: {show(row['ms'])} ms, {show(row['share'])} of {row['bound'] or 'peak'}"
-        )
+        if bench.log.has_time(f"time {case.name} at {num_rows} rows", 12):
+            time_case(bench, case, num_rows)
+
+
+def time_case(bench: Bench, case: OpCase, num_rows: int) -> None:
+    """One row of the results' kernel table."""
+    row = _timed(bench, case, num_rows, bench.log.results.get("calibration", {}))
+    bench.log.results.setdefault("kernels", []).append(row)
+    bench.log.say(
+        f"{case.name}, {num_rows} rows: {show(row['ms'])} ms, {show(row['share'])} of {row['bound'] or 'peak'}"
+    )
 
 
 def _timed(bench: Bench, case: OpCase, num_rows: int, peaks: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +113,8 @@ def show(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def _verdict(bench: Bench, case: OpCase) -> str:
+def verdict_of(bench: Bench, case: OpCase) -> str:
+    """ "ok", "dry run", or how the op differs from `ref` or failed."""
     if bench.is_dry:
         case.build(make_inputs(bench))(bench.ops)
         return "dry run"
@@ -166,8 +170,8 @@ def _rate(amount: float, millis: float | None, scale: float) -> float | None:
 
 
 def _free(bench: Bench) -> None:
-    gc.collect()
     if bench.device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

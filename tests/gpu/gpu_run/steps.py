@@ -12,8 +12,10 @@ from gpu_run.sections import SEED, Bench, show
 from gpu_run.stopwatch import Timing
 from torch import Tensor
 
+from prefill_engine.kv_cache import KvCache
 from prefill_engine.model.flash import DeepseekV41Flash
 from prefill_engine.model.parameters import ModelParameters
+from prefill_plan.model_spec import ModelSpec
 from prefill_testing.released_step import (
     LOCAL_EXPERTS,
     StepShape,
@@ -54,7 +56,7 @@ def time_steps(bench: Bench, model: DeepseekV41Flash, rows: Sequence[int]) -> No
 
 
 def _time_step(bench: Bench, model: DeepseekV41Flash, shape: StepShape) -> Timing:
-    cache = released_cache(model.spec, shape, bench.device)
+    cache = filled_cache(bench, model, shape)
     batch = released_batch(model.spec, cache, shape, bench.device)
 
     def step() -> Tensor:
@@ -62,6 +64,30 @@ def _time_step(bench: Bench, model: DeepseekV41Flash, shape: StepShape) -> Timin
             return model.forward(batch, cache, on_layer=lambda _layer: None).logits
 
     return bench.watch.time(step, runs=3, warm=1)
+
+
+def filled_cache(bench: Bench, model: DeepseekV41Flash, shape: StepShape) -> KvCache:
+    """A cache of random entries. With zeros all scores of the context would tie: every row would select the same entries, and
+    their keys would always come from L2."""
+    cache = released_cache(model.spec, shape, bench.device)
+    if not bench.is_dry:
+        fill_cache(cache, model.spec, torch.Generator(device=bench.device).manual_seed(SEED))
+    return cache
+
+
+def fill_cache(cache: KvCache, spec: ModelSpec, generator: torch.Generator) -> None:
+    """Random FP4 records, index keys and window records in place: any code but NaN, scales that keep values near one."""
+    for source in cache.layout.sources:
+        main = cache.main_pages(source.layer)
+        main[..., : spec.head_dim // 2].random_(0, 256, generator=generator)
+        main[..., spec.head_dim // 2 :].random_(0x28, 0x38, generator=generator)
+        data, scales = cache.index_pages(source.layer)
+        data.random_(0, 256, generator=generator)
+        scales.random_(124, 128, generator=generator)
+    for layer in range(cache.state.num_layers):
+        ring = cache.window_ring(layer)
+        ring[..., : spec.head_dim].random_(0, 0x78, generator=generator)
+        ring[..., spec.head_dim :].random_(116, 120, generator=generator)
 
 
 def fit_steps(bench: Bench) -> None:

@@ -31,6 +31,14 @@ def test_each_op_has_a_row_that_names_its_module() -> None:
         assert hasattr(module, row["op"].strip("`")), row
 
 
+def test_each_op_names_its_profile_and_its_tolerance() -> None:
+    """D: the module's docstring says which point is rounded otherwise than in `ref`."""
+    for row in rows_of_ops():
+        module = importlib.import_module(f"prefill_kernels.gpu.{row['module'].strip('`')}")
+        assert row["profile"] == ("D" if "Profile D" in (module.__doc__ or "") else "R"), row
+        assert row["equal"], row
+
+
 def test_marks_are_earned() -> None:
     """I: a test of the folder names the op. A: the module's kernels are compiled by the gate. G: a figure stands beside it."""
     tests = "\n".join(path.read_text() for path in (ROOT / "tests" / "kernels" / "gpu").glob("test_*.py"))

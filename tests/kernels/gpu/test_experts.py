@@ -126,6 +126,16 @@ def test_slots_of_absent_experts_are_zero(stored: str, chip: Chip, form: str) ->
     _assert_as_ref(part[is_local], whole[is_local])
 
 
+@pytest.mark.usefixtures("poisoned")
+@_paths("fp4 exact", "fp4 block-scaled")
+def test_one_row_equals_ref(stored: str, chip: Chip, form: str) -> None:
+    routing, experts = _routing(1, 2, EXPERTS), _weights(stored, EXPERTS)
+    x = _rows(random_tensor(1, 1, HIDDEN, dtype=torch.bfloat16), form)
+    arguments = {"first_expert": 0, "swiglu_limit": LIMIT, "numerics": PRODUCTION}
+    actual = routed_experts(x, routing, experts, **arguments, chip=chip)
+    _assert_as_ref(actual, ref.routed_experts(x, routing, experts, **arguments))
+
+
 @pytest.mark.parametrize("num_rows", [0, 3])
 def test_no_rows_and_no_local_rows(num_rows: int) -> None:
     experts = _local(_weights("fp4", EXPERTS), 3, 4)

@@ -55,6 +55,7 @@ class Step:
         [(0, 4, 1)],  # closes nothing
         [(1, 7, 30)],  # the carried token's ring row is overwritten by this step
         [(3, 0, 3), (0, 11, 4), (-1, 1, 3), (5, 6, 0), (4, 3, 0), (1, 99, 22), (2, 131_070, 2)],
+        [*((-1, start, 1 + start % 3) for start in range(17)), (3, 5, 4)],  # more than one kernel's sixteen
     ],
     ids=str,
 )
