@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed-$(shell cat requirements.lock pyproject.toml charts/
 export OMP_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint unit test-kernels test-kv-kills soak-kv bench bench-kv bench-peers aot aot-triton36 gpu-site protos lock clean images test-cluster test-cluster-short bench-cluster bench-cluster-peer demo-cluster demo-cluster-down
+.PHONY: help setup demo test lint unit test-kernels test-kv-kills test-nixl soak-kv bench bench-kv bench-peers aot aot-triton36 gpu-site protos lock clean images test-cluster test-cluster-short bench-cluster bench-cluster-peer demo-cluster demo-cluster-down
 
 help:
 	@sed -n 's/^\([a-z0-9-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST)
@@ -43,6 +43,12 @@ test-kernels: setup  ## the Triton kernels without a GPU: each against ref in th
 
 test-kv-kills: setup  ## the whole process-kill matrix: engine, kvd, peer, directory, killed and frozen in every phase (5 minutes)
 	$(BIN)/python -m pytest -q tests/e2e/test_kv_kills.py
+
+# Not in the lock: its metadata asks for torch and CUDA. 100 MB from the package registry into an ignored folder.
+NIXL_SITE := $(VENV)-nixl
+test-nixl: setup  ## transports and hand-offs on real NIXL (UCX over tcp), whose cases are skipped elsewhere (6 minutes)
+	@test -d $(NIXL_SITE)/nixl_cu12 || $(VENV)-tools/bin/uv pip install --quiet --no-deps --python $(BIN)/python --target $(NIXL_SITE) nixl-cu12==1.5.1
+	PYTHONPATH=$(NIXL_SITE) $(BIN)/python -m pytest -q -k nixl tests/kv/test_transport_contract.py tests/kv/test_transport_faults.py tests/kv/test_nixl_faults.py tests/kv/test_transport_rdma.py tests/e2e/test_handoff_modes.py tests/e2e/test_handoff_peer_dies.py tests/e2e/test_handoff_engine_dies.py
 
 SOAK_MINUTES ?= 10
 SOAK_SEED ?= $(shell date +%s)
@@ -112,4 +118,4 @@ demo-cluster-down: setup  ## end the cluster of demo-cluster
 	$(BIN)/python tests/cluster/demo.py down
 
 clean:  ## remove the environment and caches
-	rm -rf $(VENV) $(VENV)-tools $(VENV)-peers .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-tools $(VENV)-peers $(VENV)-nixl .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,8 +15,8 @@ import grpc.aio
 from prefill_engine.client import PROTOCOL, call_failed, call_unary, open_channel
 from prefill_engine.client_events import component_name, to_duration, to_seconds
 from prefill_engine.client_ticket import Ticket, ticket_from_proto
-from prefill_engine.kv.transport.contract import Transport
-from prefill_engine.peer_pull import pull_component
+from prefill_engine.kv.transport.contract import Transport, protocol_of
+from prefill_engine.peer_pull import PeerBusy, pull_component
 from prefill_engine.rpc import common_pb2, handoff_pb2, handoff_pb2_grpc
 from prefill_plan.errors import BlockCorrupt
 
@@ -41,6 +41,7 @@ class HandoffClient:
     """Calls one engine's `pe.v1.HandoffSource`. engine_id and epoch name the decode peer, not the source.
 
     transport: preferred to ReadKv wherever the source speaks it too; None = ReadKv only. renew_seconds: set by hello.
+    num_fallbacks: components that were read by ReadKv, since the source was too busy to give them by the claim's transport.
     """
 
     def __init__(self, endpoint: str, *, engine_id: str, epoch: int, transport: Transport | None = None) -> None:
@@ -48,8 +49,10 @@ class HandoffClient:
         self.engine_id = engine_id
         self.epoch = epoch
         self.renew_seconds = 0.0
+        self.num_fallbacks = 0
         self._transport = transport
-        self._names = [_STREAM] if transport is None else [transport.kind, _STREAM]
+        self._protocol = protocol_of(transport.kind) if transport is not None else GRPC
+        self._names = [_STREAM] if transport is None else [self._protocol, _STREAM]
         self._channel = open_channel(endpoint)
         self.stub: Any = handoff_pb2_grpc.HandoffSourceStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -90,13 +93,13 @@ class HandoffClient:
         reply = await call_unary(self.stub.Claim, request, endpoint=self.endpoint, timeout_seconds=timeout_seconds)
         claimed = ticket_from_proto(reply.ticket) if reply.HasField("ticket") else ticket
         mine = self._transport is not None and claimed.component_bytes.keys() <= {
-            kind for kind, place in claimed.places.items() if place.kind == self._transport.kind
+            kind for kind, place in claimed.places.items() if place.kind == self._protocol
         }
         return Claim(
             ticket=claimed,
             claim_id=reply.claim_id,
             first_token=reply.first_token.token if reply.HasField("first_token") else -1,
-            transport=self._transport.kind if self._transport is not None and mine else GRPC,
+            transport=self._protocol if mine else GRPC,
         )
 
     async def renew(self, claim: Claim, *, timeout_seconds: float = 10.0) -> bool:
@@ -132,17 +135,21 @@ class HandoffClient:
         return bytes(data)
 
     async def read(self, claim: Claim, kind: int) -> bytes:
-        """One component by the claim's transport. Raises as read_component."""
+        """One component by the claim's transport, or by ReadKv where that is busy. Raises as read_component."""
         if claim.transport == GRPC:
             return await self.read_component(claim, kind)
         assert self._transport is not None
-        return await pull_component(
-            self._transport,
-            claim.ticket.places[kind],
-            num_bytes=claim.ticket.component_bytes[kind],
-            name=component_name(kind),
-            piece_seconds=PIECE_SECONDS,
-        )
+        try:
+            return await pull_component(
+                self._transport,
+                claim.ticket.places[kind],
+                num_bytes=claim.ticket.component_bytes[kind],
+                name=component_name(kind),
+                piece_seconds=PIECE_SECONDS,
+            )
+        except PeerBusy:
+            self.num_fallbacks += 1
+            return await self.read_component(claim, kind)
 
     async def read_all(self, claim: Claim) -> dict[int, bytes]:
         """Every component of the ticket, by pe.v1.ComponentKind number. Raises as read_component."""

@@ -19,13 +19,14 @@ import grpc.aio
 from prefill_engine.client import MAX_MESSAGE_BYTES
 from prefill_engine.client_events import to_duration, to_seconds
 from prefill_engine.handoff_pieces import KEY_BYTES, component_lengths, cut_pieces
-from prefill_engine.kv.transport.contract import Transport
+from prefill_engine.kv.transport.contract import Transport, protocol_of
 from prefill_engine.rpc import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2
 from prefill_engine.rpc.status import Context, Failure, abort_with
 from prefill_engine.sink_grants import Reservation, Room, SinkGrants, SinkState
 
 _GRANT_ID_BYTES = 16
 _SWEEP_SECONDS = 0.05
+_STUCK_SECONDS = 2.0
 _PIECE_BYTES = 1 << 20
 _BLOCK_KV = common_pb2.COMPONENT_KIND_BLOCK_KV
 _STOP_SECONDS = 0.5
@@ -95,7 +96,7 @@ class DecodeSink(handoff_pb2_grpc.HandoffSinkServicer):
     @property
     def transport_kind(self) -> str:
         """What engines push by."""
-        return self._transport.kind
+        return protocol_of(self._transport.kind)
 
     # --- pe.v1.HandoffSink
     async def Reserve(self, request: handoff_pb2.ReserveRequest, context: Context) -> handoff_pb2.ReserveResponse:
@@ -216,7 +217,7 @@ class DecodeSink(handoff_pb2_grpc.HandoffSinkServicer):
         )
         for room in reservation.rooms.values():
             place = common_pb2.PeerRegion(
-                kind=self._transport.kind,
+                kind=self.transport_kind,
                 endpoint=self.data_endpoint,
                 key=room.component_key,
                 piece_bytes=room.piece_bytes,
@@ -232,4 +233,7 @@ class DecodeSink(handoff_pb2_grpc.HandoffSinkServicer):
         while True:
             if self.grants.sweep(now=self._clock()):
                 self._changed.set()
+            if self.grants.is_stuck(now=self._clock(), seconds=_STUCK_SECONDS):
+                # An engine vanished in mid-write. That ends it at our side, at the price of other writes through the same agent.
+                await self._transport.close_peer("")
             await asyncio.sleep(_SWEEP_SECONDS)

@@ -129,8 +129,8 @@ class Progress(Message):
 
 
 class RankReady(Message):
-    """The rank can take work. Digests are 32 bytes (kv.md 2.2). data_transport: what its data port speaks, "" = it has none.
-    vision_digest: of the tower in the checkpoint, b"" without vision."""
+    """The rank can take work. Digests are 32 bytes (kv.md 2.2). data_transport: what its data port speaks, "" = it has none;
+    data_transport_kind: what it moves bytes by (Transport.kind). vision_digest: of the checkpoint's tower, b"" without vision."""
 
     rank: int
     kv_tokens_total: int
@@ -141,6 +141,7 @@ class RankReady(Message):
     numerics_class: str
     store_kind: str
     data_transport: str = ""
+    data_transport_kind: str = ""
     data_port: int = -1
     vision_digest: bytes = b""
 

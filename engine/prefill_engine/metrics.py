@@ -103,6 +103,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.handoff_transport_info = Gauge(
+            "kv_handoff_transport_info",
+            "What the ranks' data ports move bytes by; value 1.",
+            ("rank", "kind", "rdma"),
+            registry=registry,
+        )
         self.grants_open = Gauge(
             PREFIX + "grants_open",
             "Grants of decode peers that are filled, offered or not yet let go of.",
@@ -126,7 +132,7 @@ class Metrics:
         self.kv_open_late = counter("pe_kv_open_late_total", "Look-ups not answered in time; they are misses, too.")
         self.kv_hit_tokens = counter("pe_kv_hit_tokens_total", "Tokens of blocks that look-ups found.")
         self.kv_requested_tokens = counter("pe_kv_requested_tokens_total", "Tokens of blocks that look-ups asked for.")
-        self.kv_loads = counter("kv_swapin_total", "Swap-ins: whole, short, late, lost or given_up.", ("ending",))
+        self.kv_loads = counter("kv_swapin_total", "Swap-ins: whole, short, late, gone, lost or given_up.", ("ending",))
         self.kv_loaded_bytes = counter("kv_swapin_copied_bytes_total", "Bytes copied from kvd's pool to the KV cache.")
         self.kv_swapin_stall = counter(
             "kv_swapin_stall_seconds_total", "Time that steps stood still at the gate of a layer group.", ("group",)

@@ -15,6 +15,10 @@ _WINDOW = 4
 _SETTLE_POLL_SECONDS = 0.02
 
 
+class PeerBusy(Exception):
+    """The peer has the component and can't give it by this transport now; nothing of it was used. Never leaves HandoffClient."""
+
+
 async def pull_component(
     transport: Transport, place: PeerPlace, *, num_bytes: int, name: str, piece_seconds: float
 ) -> bytes:
@@ -23,6 +27,7 @@ async def pull_component(
     Raises:
         CallFailed: the peer is gone, came late, or no longer has it (the hand-off has ended).
         BlockCorrupt: the bytes are not those that the peer's checksums speak of; nothing was used.
+        PeerBusy: it has to be read another way.
     """
     data = bytearray(num_bytes)
     pieces = cut_pieces(place.key, num_bytes=num_bytes, piece_bytes=place.piece_bytes)
@@ -62,7 +67,9 @@ async def _pull_all(
     if not bad:
         return
     await _settle(transport, place.endpoint, bad)
-    first = bad[0]
+    if all(outcome.state is PullState.BUSY for outcome in bad):
+        raise PeerBusy
+    first = next(outcome for outcome in bad if outcome.state is not PullState.BUSY)
     reason = "HANDOFF_TIMEOUT" if first.state is PullState.LATE else "TICKET_GONE"
     raise CallFailed(
         f"{place.endpoint}: hand-over of {name} by {transport.kind}: {first.state} ({first.reason}) after "

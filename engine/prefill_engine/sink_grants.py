@@ -40,7 +40,8 @@ class Room:
 @dataclass(slots=True, kw_only=True)
 class Reservation:
     """grant_id: a secret. expires: monotonic seconds. missing: pieces that have not come. revokes: of all granted pieces, while
-    not all are revoked. is_drained: the engine says that nothing of its is in flight."""
+    not all are revoked. is_drained: the engine says that nothing of its is in flight. ended: when it was given up, later when it
+    was freed."""
 
     grant_id: bytes = field(repr=False)
     attempt_id: bytes
@@ -141,7 +142,7 @@ class SinkGrants:
             return True
         if each.state is SinkState.ACCEPTED:
             return False
-        self._give_up(each)
+        self._give_up(each, now)
         each.is_drained |= writes_drained
         is_free = self._is_revoked(each)
         if is_free:
@@ -152,13 +153,17 @@ class SinkGrants:
         """Ends what has run out, frees what is revoked, forgets what has long ended; returns the newly quarantined."""
         late = [each for each in self._by_id.values() if each.state is SinkState.RESERVED and now >= each.expires]
         for each in late:
-            self._give_up(each)
+            self._give_up(each, now)
         for each in list(self._by_id.values()):
             if each.state is SinkState.QUARANTINED and self._is_revoked(each):
                 self._free(each, now)
             if each.state is SinkState.FREED and now - each.ended > self.keep_seconds:
                 del self._by_id[each.grant_id]
         return late
+
+    def is_stuck(self, *, now: float, seconds: float) -> bool:
+        """Memory has been quarantined for longer than a write in flight may take: its engine is frozen or gone."""
+        return any(each.state is SinkState.QUARANTINED and now - each.ended > seconds for each in self._by_id.values())
 
     def release(self, grant_id: bytes, *, now: float) -> None:
         """The request that an accepted hand-over belonged to has ended."""
@@ -167,9 +172,10 @@ class SinkGrants:
             self._free(each, now)
 
     @staticmethod
-    def _give_up(each: Reservation) -> None:
+    def _give_up(each: Reservation, now: float) -> None:
         if each.state is SinkState.RESERVED:
             each.state = SinkState.QUARANTINED
+            each.ended = now
 
     @staticmethod
     def _is_revoked(each: Reservation) -> bool:

@@ -38,7 +38,8 @@ class DecodeSide:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenOver:
     """A hand-over that is ours. components: by pe.v1.ComponentKind number, blocks from the store included. num_bytes: that came
-    from the engine; stored_bytes: from the store. took_seconds: from claim (push: from the ticket) to the end.
+    from the engine; stored_bytes: from the store. took_seconds: from claim (push: from the ticket) to the end. num_fallbacks: of
+    the components, that came by gRPC because the transport was busy.
     """
 
     ticket: Ticket
@@ -48,6 +49,7 @@ class TakenOver:
     took_seconds: float
     transport: str = GRPC
     stored_bytes: int = 0
+    num_fallbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,7 @@ async def take_over(ticket: Ticket, *, endpoint: str, side: DecodeSide = DecodeS
         took_seconds=took_seconds,
         transport=claim.transport,
         stored_bytes=len(stored),
+        num_fallbacks=client.num_fallbacks,
     )
 
 

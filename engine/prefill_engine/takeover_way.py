@@ -1,6 +1,7 @@
 """How `prefill-engine request` and the demo take a hand-off over: mode, transport and store, opened for one request. No torch.
 
-The trap: a transport that was asked for by name and is not there is an error; only `auto` may fall back to gRPC.
+The trap: a transport that was asked for by name and is not there is an error; only `auto` may fall back to gRPC, and a push has
+nothing to fall back to.
 """
 
 import socket
@@ -10,51 +11,55 @@ from pathlib import Path
 from prefill_engine.client import PrefillAttempt
 from prefill_engine.handoff_sink import DecodeSink
 from prefill_engine.kv.file_store import FileStore
-from prefill_engine.kv.transport.tcp import TcpTransport
+from prefill_engine.kv.transport.choose import build_transport
+from prefill_engine.kv.transport.contract import Transport
 from prefill_engine.rpc import common_pb2
 from prefill_engine.stored_blocks import StoredBlocks
 from prefill_engine.stored_segments import StoredSegments
 from prefill_engine.takeover import DecodeSide, Outcome, follow, follow_push
-from prefill_plan.config import RecordFormat
+from prefill_plan.config import RecordFormat, TransportKind
 from prefill_plan.errors import ConfigError
 from prefill_plan.kv_layout import block_layout
 from prefill_plan.kvd_config import TransportConfig
 from prefill_plan.model_spec import load_model_spec
 
-TRANSPORTS = ("auto", "tcp", "grpc")
+TRANSPORTS = ("auto", "tcp", "nixl", "grpc")
 _LAYOUTS = {common_pb2.RECORD_LAYOUT_FP4_ROW: RecordFormat.FP4, common_pb2.RECORD_LAYOUT_FP8_ROW: RecordFormat.FP8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeOverWay:
     """mode: "pull", "push" or "store-only". transport: one of TRANSPORTS. model, store: directories, for store-only. kv_format:
-    of the engine's hand-overs."""
+    of the engine's hand-overs. offered: what the engine hands over by (ServerInfo.transports), for auto."""
 
     mode: str
     transport: str
     model: Path | None
     store: Path | None
     kv_format: common_pb2.KvFormat
+    offered: tuple[str, ...] = ()
 
 
 async def send_and_take_over(attempt: PrefillAttempt, way: TakeOverWay, *, endpoint: str) -> Outcome:
     """Sends the attempt and takes its hand-off over, if it has one.
 
     Raises:
-        ConfigError: the store cannot be opened.
+        ConfigError: the store cannot be opened, or the transport is not there.
         CallFailed, KvError: as takeover.follow and follow_push.
     """
     host = own_address(endpoint)
+    data = await _open_transport(way, host)
     if way.mode == "push":
-        transport = TcpTransport(TransportConfig(host=host))
-        async with DecodeSink(transport, way.kv_format, engine_id="probe", host=host) as sink:
+        if data is None:
+            raise ConfigError("gRPC cannot push; nothing was sent")
+        async with DecodeSink(data, way.kv_format, engine_id="probe", host=host) as sink:
             return await follow_push(attempt, sink)
     store: StoredBlocks | None = None
     payload_bytes = 0
     if way.mode == "store-only":
         store, payload_bytes = _open_store(way)
-    data = TcpTransport(TransportConfig(host=host)) if way.transport != "grpc" else None
-    side = DecodeSide(transport=data, required=way.transport == "tcp", store=store, payload_bytes=payload_bytes)
+    required = way.transport not in ("auto", "grpc")
+    side = DecodeSide(transport=data, required=required, store=store, payload_bytes=payload_bytes)
     try:
         return await follow(attempt, endpoint=endpoint, side=side)
     finally:
@@ -62,6 +67,24 @@ async def send_and_take_over(attempt: PrefillAttempt, way: TakeOverWay, *, endpo
             await data.close()
         if store is not None:
             store.close()
+
+
+async def _open_transport(way: TakeOverWay, host: str) -> Transport | None:
+    """None = ReadKv only. Raises ConfigError: nixl is asked for, or needed for a push, and not there."""
+    if way.transport == "grpc":
+        return None
+    by_nixl = way.transport == TransportKind.NIXL or (way.transport == "auto" and TransportKind.NIXL in way.offered)
+    kind = TransportKind.NIXL if by_nixl else TransportKind.TCP
+    try:
+        transport = build_transport(TransportConfig(kind=kind, host=host))
+        if by_nixl and way.mode != "push":
+            # Its agents are made now: that may take longer than a short lease.
+            await transport.listen(lambda _key: None)
+    except ConfigError:
+        if way.transport == "auto" and way.mode != "push":
+            return None
+        raise
+    return transport
 
 
 def own_address(endpoint: str) -> str:

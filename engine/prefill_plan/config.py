@@ -93,6 +93,12 @@ class TlsConfig(Struct):
     authority: str = ""
 
 
+class TransportKind(StrEnum):
+    TCP = "tcp"
+    NIXL = "nixl"
+    """One-sided reads and writes through UCX, for RDMA; optional (docs/kv_network.md)."""
+
+
 class HandoffConfig(Struct):
     ticket_seconds: float = 30.0
     """Lease of a ticket; renewable (decision 16)."""
@@ -103,6 +109,13 @@ class HandoffConfig(Struct):
     data_port: int = 0
     """First listener of the ranks' data transport for decode peers (rank n: data_port + n); 0 = any free port, -1 = none: then
     KV is handed over through gRPC only and nothing can be pushed."""
+    transport: TransportKind = TransportKind.TCP
+    """What it speaks; decode peers that don't pull through gRPC. nixl that is not installed is an error at start."""
+    require_rdma: bool = False
+    """True, with nixl: no RDMA device is an error at start, and UCX is left RDMA alone; never a silent fall-back to TCP."""
+    staging_bytes: int = 1 << 26
+    """With nixl: host memory per rank that pieces of hand-overs (1 MiB) are copied to for peers to read, and the same again for
+    pushes. Nothing else is registered. Where all of it is in use, peers read through gRPC. At least 1 MiB."""
     tls: TlsConfig = TlsConfig()
     """Of that data transport, both ways: decode peers then need a certificate of the same authority. gRPC ports stay plain."""
     piece_seconds: float = 5.0
@@ -148,6 +161,9 @@ class KvdLink(Struct):
     """Longest wait for one look-up; later means no hit."""
     swap_in_seconds: float = 2.0
     """Longest wait for a whole hit; then it is cut to what is there (serving.md 1.1)."""
+    swap_in_min_seconds: float | None = None
+    """A hit is cut earlier once this and 4 times what its bytes took lately are over, both together. None: 0.05 on a GPU; on a
+    CPU swap_in_seconds, since computing the blocks takes longer than waiting there, and a thread may not run for 100 ms."""
     snapshot_seconds: float = 0.025
     """Longest wait of a hit for a window snapshot that a peer sends; then its window is replayed. kvd gives its pull 20 ms
     (pull_deadline_seconds), and its word of the end takes a moment."""

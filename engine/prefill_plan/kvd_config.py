@@ -6,8 +6,9 @@ Same rules as EngineConfig: field docs give unit, range and the reason of the de
 from enum import StrEnum
 from math import inf
 
-from prefill_plan.config import Struct, TlsConfig
+from prefill_plan.config import Struct, TlsConfig, TransportKind
 from prefill_plan.errors import ConfigError
+from prefill_plan.ranges import LEAST_SECONDS, MOST_SECONDS, Range, check_ranges
 
 JOURNAL_ROOM_BYTES = 2 << 20
 """Beside the pool, in the same file system: kvd's lease journal before it is written anew (1 MiB), and the new one."""
@@ -20,11 +21,6 @@ class KvdStoreKind(StrEnum):
     """Segments on any POSIX mount."""
     USRBIO = "usrbio"
     """Segments on 3FS, data through its USRBIO rings."""
-
-
-class TransportKind(StrEnum):
-    TCP = "tcp"
-    NIXL = "nixl"
 
 
 class KvdStoreConfig(Struct):
@@ -45,6 +41,10 @@ class KvdStoreConfig(Struct):
     """Between withdrawing a segment and deleting it: longer than any read may take (3FS does not keep deleted files open)."""
     generation_seconds: float = 3600.0
     """Time bucket of segments that are collected together; more than 0."""
+    tenant_share: float = 1.0
+    """Share of max_bytes (0: of the medium) that one tenant's segments may take when a collection wants room: those above it lose
+    their oldest first. 1 = tenants are not told apart, whose segments then take fewer directories; more than 0. The same for all
+    kvds of a store."""
     usrbio_library: str = "libhf3fs_api_shared.so"
     usrbio_mount: str = ""
     """Mount point of 3FS; "" = path's mount."""
@@ -112,14 +112,7 @@ class KvdConfig(Struct):
 
     def check(self) -> None:
         """Raises ConfigError for the first value out of its range: field, value, what was expected. Called by kvd at start."""
-        for field, low, high in _RANGES:
-            value: Struct | float = self
-            for name in field.split("."):
-                value = getattr(value, name)
-            assert isinstance(value, int | float)
-            if not low <= value <= high:  # not a number (NaN) is in no range
-                expected = f"at least {low:g}" if high == inf else f"{low:g} to {high:g}"
-                raise ConfigError(f"{field} = {value}, expected {expected}", key=field, expected=expected)
+        check_ranges(self, _RANGES)
         self._check_order("snapshot_bytes", self.snapshot_bytes, "pool_bytes", self.pool_bytes)
         store = self.store
         self._check_order("store.low_watermark", store.low_watermark, "store.high_watermark", store.high_watermark)
@@ -130,26 +123,25 @@ class KvdConfig(Struct):
             raise ConfigError(f"{less} = {value}, expected {expected}", key=less, expected=expected)
 
 
-_LEAST_SECONDS = 0.001
-_MOST_SECONDS = 366 * 86_400.0
 _LEAST_SHARE = 0.001
-_RANGES: tuple[tuple[str, float, float], ...] = (
+_RANGES: tuple[Range, ...] = (
     ("pool_bytes", 1, inf),
     ("snapshot_bytes", 1, inf),
     ("probe_port", -1, 65_535),
     ("metrics_port", -1, 65_535),
     ("engine_uid", -1, 2**32 - 2),
-    ("startup_timeout_seconds", 0, _MOST_SECONDS),
+    ("startup_timeout_seconds", 0, MOST_SECONDS),
     ("store.read_threads", 1, 256),
     ("store.max_bytes", 0, inf),
     ("store.high_watermark", _LEAST_SHARE, 1),
     ("store.low_watermark", _LEAST_SHARE, 1),
-    ("store.grace_seconds", 0, _MOST_SECONDS),
-    ("store.generation_seconds", _LEAST_SECONDS, _MOST_SECONDS),
+    ("store.grace_seconds", 0, MOST_SECONDS),
+    ("store.generation_seconds", LEAST_SECONDS, MOST_SECONDS),
+    ("store.tenant_share", _LEAST_SHARE, 1),
     ("transport.port", 0, 65_535),
-    ("directory.deadline_seconds", _LEAST_SECONDS, _MOST_SECONDS),
-    ("lease_grace_seconds", 0, _MOST_SECONDS),
-    ("pull_deadline_seconds", _LEAST_SECONDS, _MOST_SECONDS),
+    ("directory.deadline_seconds", LEAST_SECONDS, MOST_SECONDS),
+    ("lease_grace_seconds", 0, MOST_SECONDS),
+    ("pull_deadline_seconds", LEAST_SECONDS, MOST_SECONDS),
     ("max_quarantined_slots", 1, inf),
     ("read_budget_bytes", 1, inf),
     ("write_queue_bytes", 1, inf),

@@ -26,9 +26,9 @@ from pathlib import Path
 from prefill_engine.kv.transport.choose import build_transport
 from prefill_engine.kv.transport.contract import PullState, Source, Transport
 from prefill_engine.kv.transport.nixl_agent import load_library
-from prefill_plan.config import TlsConfig
+from prefill_plan.config import TlsConfig, TransportKind
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import TransportConfig, TransportKind
+from prefill_plan.kvd_config import TransportConfig
 from prefill_testing.certificates import make_tls
 
 _GOAL = 1.5

@@ -1,4 +1,7 @@
-"""Every hand-off mode over every transport on a real engine: the decode probe finds bytes and logits right, nothing leaks."""
+"""Every hand-off mode over every transport on a real engine: the decode probe finds bytes and logits right, nothing leaks.
+
+An engine's data port speaks tcp or nixl; nixl cases are skipped with the reason where it is not installed.
+"""
 
 import asyncio
 import json
@@ -12,34 +15,46 @@ from prefill_engine.client import PrefillClient, PrefillOptions
 from prefill_engine.client_ticket import HANDOFF_MODES
 from prefill_engine.decode_probe import DecodeProbe, join_components, load_probe
 from prefill_engine.handoff_sink import DecodeSink
+from prefill_engine.kv.transport.choose import build_transport
+from prefill_engine.kv.transport.rdma import find_devices
 from prefill_engine.kv.transport.tcp import TcpTransport
 from prefill_engine.local_engine import LocalEngine
 from prefill_engine.takeover import Outcome, follow_push
 from prefill_engine.takeover_way import TakeOverWay, send_and_take_over
-from prefill_plan.config import RecordFormat
+from prefill_plan.config import RecordFormat, TransportKind
 from prefill_plan.errors import CallFailed, KvError
 from prefill_plan.kv_layout import BLOCK_TOKENS
 from prefill_plan.kvd_config import TransportConfig
 from prefill_testing.handoff_scene import OVERRIDES, free_tokens, prompt, wait_until_free
+from prefill_testing.nixl_there import need_transport
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny_quant"
 WAYS = [
     pytest.param("pull", "grpc", id="pull-grpc"),
-    pytest.param("pull", "tcp", id="pull-tcp"),
-    pytest.param("push", "tcp", id="push-tcp"),
+    pytest.param("pull", "data", id="pull-data"),
+    pytest.param("push", "data", id="push-data"),
     pytest.param("store-only", "grpc", id="store-only-grpc"),
-    pytest.param("store-only", "tcp", id="store-only-tcp"),
+    pytest.param("store-only", "data", id="store-only-data"),
 ]
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("engine")
+@pytest.fixture(scope="module", params=TransportKind)
+def data(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What the engine's data port speaks."""
+    with pytest.MonkeyPatch.context() as patch:
+        need_transport(request.param, patch)
+        yield request.param.value
 
 
 @pytest.fixture(scope="module")
-def engine(run_dir: Path) -> Iterator[LocalEngine]:
-    with LocalEngine(GOLDEN, run_dir=run_dir, store=run_dir / "store", overrides=OVERRIDES) as running:
+def run_dir(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
+    return tmp_path_factory.mktemp(f"engine-{data}")
+
+
+@pytest.fixture(scope="module")
+def engine(run_dir: Path, data: str) -> Iterator[LocalEngine]:
+    overrides = (*OVERRIDES, f"handoff.transport={data}")
+    with LocalEngine(GOLDEN, run_dir=run_dir, store=run_dir / "store", overrides=overrides) as running:
         running.start(timeout_seconds=180.0)
         yield running
 
@@ -80,10 +95,12 @@ def test_every_way_hands_over_right_bytes_and_frees_everything(
     idle: tuple[int, int, int],
     run_dir: Path,
     probe: DecodeProbe,
+    data: str,
     mode: str,
     transport: str,
     length: int,
 ) -> None:
+    transport = data if transport == "data" else transport
     tokens = prompt(f"{mode} {transport} {length}", length)
     outcome = hand_over(engine, run_dir / "store", tokens, mode, transport)
     taken = outcome.taken_over
@@ -101,8 +118,9 @@ def test_every_way_hands_over_right_bytes_and_frees_everything(
 
 @pytest.mark.parametrize(("mode", "transport"), WAYS[1:4])
 def test_hit_of_an_earlier_turn_is_handed_over_right(
-    engine: LocalEngine, run_dir: Path, probe: DecodeProbe, mode: str, transport: str
+    engine: LocalEngine, run_dir: Path, probe: DecodeProbe, data: str, mode: str, transport: str
 ) -> None:
+    transport = data if transport == "data" else transport
     tokens = prompt(f"turns {mode} {transport}", 600)
     first = hand_over(engine, run_dir / "store", tokens[:300], "pull", "grpc")
     second = hand_over(engine, run_dir / "store", tokens, mode, transport)
@@ -111,13 +129,13 @@ def test_hit_of_an_earlier_turn_is_handed_over_right(
     assert problems(probe, second, tokens) == ()
 
 
-def test_push_without_early_send_is_right_too(engine: LocalEngine, probe: DecodeProbe) -> None:
+def test_push_without_early_send_is_right_too(engine: LocalEngine, probe: DecodeProbe, data: str) -> None:
     tokens = prompt("late push", 700)
 
     async def run() -> Outcome:
         async with PrefillClient(engine.endpoint) as client:
             info = await client.server_info()
-            transport = TcpTransport(TransportConfig(host="127.0.0.1"))
+            transport = build_transport(TransportConfig(kind=TransportKind(data), host="127.0.0.1"))
             async with DecodeSink(transport, info.format, engine_id="d", piece_bytes=1 << 14) as sink:
                 attempt = client.prefill(tokens, PrefillOptions(mode="push"), timeout_seconds=60.0)
                 return await follow_push(attempt, sink, early_send=False)
@@ -126,10 +144,10 @@ def test_push_without_early_send_is_right_too(engine: LocalEngine, probe: Decode
 
 
 def test_block_that_left_the_store_refuses_the_hand_over_and_frees_it(
-    engine: LocalEngine, idle: tuple[int, int, int], tmp_path: Path
+    engine: LocalEngine, idle: tuple[int, int, int], tmp_path: Path, data: str
 ) -> None:
     with pytest.raises(KvError, match="block 0 of 5 is missing"):
-        hand_over(engine, tmp_path, prompt("not in this store", 700), "store-only", "tcp")
+        hand_over(engine, tmp_path, prompt("not in this store", 700), "store-only", data)
     wait_until_free(engine, idle)
 
 
@@ -149,16 +167,23 @@ def test_push_to_a_peer_without_room_is_refused_before_anything_is_sent(engine: 
 
 @pytest.mark.parametrize("mode", HANDOFF_MODES)
 def test_request_verb_takes_over_by_every_mode(
-    engine: LocalEngine, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
+    engine: LocalEngine, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], data: str, mode: str
 ) -> None:
     ids = tmp_path / "ids.json"
     ids.write_text(json.dumps(prompt(f"verb {mode}", 300)))
     arguments = ["--endpoint", engine.endpoint, "--token-ids", str(ids), "--handoff", mode, "--probe"]
     code = main(["request", *arguments, "--model", str(GOLDEN), "--block-store", str(run_dir / "store"), "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert (code, report["error"], report["handoff_transport"]) == (0, "", "tcp")
+    assert (code, report["error"], report["handoff_transport"], report["handoff_fallbacks"]) == (0, "", data, 0)
     assert (report["stored_bytes"] > 0) == (mode == "store-only")
     assert report["probe"]["problems"] == []
+
+
+def test_metric_tells_what_the_data_port_moves_bytes_by(engine: LocalEngine, data: str) -> None:
+    found = [name for name in engine.figures() if name.startswith("kv_handoff_transport_info")]
+    kind = {"tcp": "tcp", "nixl": "nixl-ucx-any" if find_devices() else "nixl-ucx-tcp"}[data]
+    assert len(found) == 1
+    assert f'kind="{kind}"' in found[0]
 
 
 @pytest.mark.parametrize(

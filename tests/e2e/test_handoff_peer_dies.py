@@ -10,8 +10,10 @@ import pytest
 from prefill_engine.client import PrefillClient, PrefillOptions
 from prefill_engine.local_engine import LocalEngine
 from prefill_engine.takeover import follow
+from prefill_plan.config import TransportKind
 from prefill_testing.decode_peer import DecodePeer, digest_of, start_decode_peer
 from prefill_testing.handoff_scene import OVERRIDES, End, free_tokens, prompt, run_way, wait_until_free
+from prefill_testing.nixl_there import need_transport
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "tiny_quant"
 TOKENS = prompt("handed over")
@@ -19,10 +21,21 @@ PULL_PHASES = ("claimed", "reading", "read")
 PUSH_PHASES = ("reserved", "piece", "offer")
 
 
+@pytest.fixture(scope="module", params=TransportKind)
+def data(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What the engine's data port speaks; nixl is skipped with the reason where it is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        need_transport(request.param, patch)
+        yield request.param.value
+
+
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
+def engine(tmp_path_factory: pytest.TempPathFactory, data: str) -> Iterator[LocalEngine]:
     run_dir = tmp_path_factory.mktemp("engine")
-    with LocalEngine(GOLDEN, run_dir=run_dir, store=run_dir / "store", overrides=OVERRIDES) as running:
+    # Three processes that connect by UCX at once have read nothing when the usual lease of 1.5 s ends.
+    patience = ("handoff.ticket_seconds=8",) if data == "nixl" else ()
+    overrides = (*OVERRIDES, f"handoff.transport={data}", *patience)
+    with LocalEngine(GOLDEN, run_dir=run_dir, store=run_dir / "store", overrides=overrides) as running:
         running.start(timeout_seconds=180.0)
         yield running
 
@@ -76,16 +89,18 @@ def fill_pool(engine: LocalEngine) -> None:
 
 
 def test_undisturbed_hand_overs_to_processes_of_their_own(
-    engine: LocalEngine, idle: tuple[int, int, int], digest: str
+    engine: LocalEngine, idle: tuple[int, int, int], digest: str, data: str
 ) -> None:
-    with peers(["grpc", "tcp", "push"], ["-"], "-") as scenes:
+    with peers(["grpc", data, f"push-{data}"], ["-"], "-") as scenes:
         assert set(run_all(engine, scenes).values()) == {End(handoff="DELIVERED")}
         assert {peer.expect("taken", "accepted")["digest"] for peer in scenes.values()} == {digest}
     wait_until_free(engine, idle)
 
 
-def test_killed_pullers_cost_the_lease_and_nothing_else(engine: LocalEngine, idle: tuple[int, int, int]) -> None:
-    with peers(["grpc", "tcp"], PULL_PHASES, "kill") as scenes:
+def test_killed_pullers_cost_the_lease_and_nothing_else(
+    engine: LocalEngine, idle: tuple[int, int, int], data: str
+) -> None:
+    with peers(["grpc", data], PULL_PHASES, "kill") as scenes:
         ends = run_all(engine, scenes)
         assert ends == dict.fromkeys(scenes, End(handoff="EXPIRED"))
         assert [peer.expect(phase)["event"] for (_, phase), peer in scenes.items()] == [*PULL_PHASES, *PULL_PHASES]
@@ -93,9 +108,9 @@ def test_killed_pullers_cost_the_lease_and_nothing_else(engine: LocalEngine, idl
 
 
 def test_pullers_that_stall_beyond_their_lease_discard_what_they_read(
-    engine: LocalEngine, idle: tuple[int, int, int]
+    engine: LocalEngine, idle: tuple[int, int, int], data: str
 ) -> None:
-    with peers(["grpc", "tcp"], PULL_PHASES, "stop") as scenes:
+    with peers(["grpc", data], PULL_PHASES, "stop") as scenes:
         ends = run_all(engine, scenes)
         assert ends == dict.fromkeys(scenes, End(handoff="EXPIRED"))
         wait_until_free(engine, idle)
@@ -111,9 +126,9 @@ def test_pullers_that_stall_beyond_their_lease_discard_what_they_read(
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_pushes_to_peers_that_die_or_hang_end_and_free_both_sides(
-    engine: LocalEngine, idle: tuple[int, int, int], action: str
+    engine: LocalEngine, idle: tuple[int, int, int], data: str, action: str
 ) -> None:
-    with peers(["push"], PUSH_PHASES, action) as scenes:
+    with peers([f"push-{data}"], PUSH_PHASES, action) as scenes:
         for end in run_all(engine, scenes).values():
             failed = end.reason in ("DECODE_ABORTED", "HANDOFF_TIMEOUT")
             assert failed or end.handoff in ("ABORTED", "EXPIRED"), end
@@ -126,9 +141,9 @@ def test_pushes_to_peers_that_die_or_hang_end_and_free_both_sides(
 
 
 def test_peer_that_hangs_after_accepting_keeps_right_bytes(
-    engine: LocalEngine, idle: tuple[int, int, int], digest: str
+    engine: LocalEngine, idle: tuple[int, int, int], digest: str, data: str
 ) -> None:
-    with peers(["push"], ["offered"], "stop") as scenes:
+    with peers([f"push-{data}"], ["offered"], "stop") as scenes:
         (end,) = run_all(engine, scenes).values()
         assert end.handoff in ("ABORTED", "EXPIRED")
         wait_until_free(engine, idle)

@@ -1,4 +1,7 @@
-"""One contract for every transport: tcp, tcp over TLS, loop, nixl (skipped with the reason where it is not installed)."""
+"""One contract for every transport: tcp, tcp over TLS, loop, and nixl, with and without staging.
+
+nixl runs on a fake of its library, and on the real one where that is installed (else skipped with the reason).
+"""
 
 import asyncio
 import mmap
@@ -12,17 +15,20 @@ from functools import partial
 import pytest
 
 from prefill_engine.kv.transport.choose import build_transport
-from prefill_engine.kv.transport.contract import PullState, Source, Transport
+from prefill_engine.kv.transport.contract import PullState, Source, Transport, protocol_of
 from prefill_engine.kv.transport.loop import LoopHub, LoopTransport
+from prefill_engine.kv.transport.nixl import NixlTransport, StagingSize
 from prefill_engine.kv.transport.nixl_agent import load_library
 from prefill_engine.kv.transport.rdma import find_devices
-from prefill_plan.config import TlsConfig
+from prefill_plan.config import TlsConfig, TransportKind
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import TransportConfig, TransportKind
+from prefill_plan.kvd_config import TransportConfig
 from prefill_testing.certificates import make_tls
+from prefill_testing.fake_nixl import FakeFabric, FakeLibrary
 from prefill_testing.in_loop import in_loop
 
-KINDS = ("tcp", "tcp+tls", "loop", "nixl")
+KINDS = ("tcp", "tcp+tls", "loop", "nixl-fake", "nixl-fake+tls", "nixl-fake-staged", "nixl", "nixl-staged")
+STAGING = StagingSize(num_bytes=64 << 20, window_bytes=8 << 20)
 _SECONDS = 20.0
 _KEY = bytes(range(32))
 
@@ -70,12 +76,17 @@ MakePair = Callable[[], "AsyncPair"]
 class AsyncPair:
     def __init__(self, name: str, tls: TlsConfig) -> None:
         self.name, self._tls = name, tls
+        self._library = FakeLibrary(FakeFabric())
 
     def build(self, hub: LoopHub) -> Transport:
         if self.name == "loop":
             return LoopTransport(hub)
-        kind = TransportKind.NIXL if self.name == "nixl" else TransportKind.TCP
-        return build_transport(TransportConfig(kind=kind, host="127.0.0.1", tls=self._tls))
+        kind = TransportKind.NIXL if self.name.startswith("nixl") else TransportKind.TCP
+        config = TransportConfig(kind=kind, host="127.0.0.1", tls=self._tls)
+        staging = STAGING if self.name.endswith("staged") else None
+        if self.name.startswith("nixl-fake"):
+            return NixlTransport(config, library=self._library, staging=staging)
+        return build_transport(config, staging=staging)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Pair]:
@@ -92,12 +103,12 @@ class AsyncPair:
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncPair:
-    if request.param == "nixl":
+    if request.param in ("nixl", "nixl-staged"):
         try:
             load_library()
         except ConfigError as error:
             pytest.skip(error.message)
-    tls = make_tls(tmp_path_factory.mktemp("tls")) if request.param == "tcp+tls" else TlsConfig()
+    tls = make_tls(tmp_path_factory.mktemp("tls")) if request.param.endswith("+tls") else TlsConfig()
     return AsyncPair(request.param, tls)
 
 
@@ -258,5 +269,10 @@ async def test_closing_a_peer_leaves_it_usable(pair: AsyncPair) -> None:
 def test_kind_names_what_is_in_use(pair: AsyncPair) -> None:
     """Not the one that was asked for by any other name. A device leaves UCX its choice: tests do not require RDMA."""
     nixl = "nixl-ucx-any" if find_devices() else "nixl-ucx-tcp"
-    expected = {"tcp": "tcp", "tcp+tls": "tcp+tls", "loop": "loop", "nixl": nixl}
-    assert pair.build(LoopHub()).kind == expected[pair.name]
+    expected = {"tcp": "tcp", "tcp+tls": "tcp+tls", "loop": "loop", "nixl": nixl, "nixl-staged": nixl}
+    expected |= {"nixl-fake": "nixl-ucx-tcp", "nixl-fake-staged": "nixl-ucx-tcp", "nixl-fake+tls": "nixl+tls-ucx-tcp"}
+    kind = pair.build(LoopHub()).kind
+    assert kind == expected[pair.name]
+    # What peers compare: with TLS it is another protocol, whatever UCX uses below it is not.
+    spoken = pair.name.replace("-fake", "").replace("-staged", "")
+    assert protocol_of(kind) == spoken

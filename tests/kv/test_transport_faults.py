@@ -21,8 +21,9 @@ from prefill_engine.kv.transport.choose import build_transport
 from prefill_engine.kv.transport.contract import PullState, Transport
 from prefill_engine.kv.transport.nixl_agent import LIBRARIES, load_library
 from prefill_engine.kv.transport.rdma import find_devices
+from prefill_plan.config import TransportKind
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import TransportConfig, TransportKind
+from prefill_plan.kvd_config import TransportConfig
 from prefill_testing.in_loop import in_loop
 from prefill_testing.kv_peer import BLOB_BYTE, BLOB_KEY, CODEC, RECORD_BYTES, PeerArgs, PeerProcess, key_of, record_of
 from prefill_testing.raw_peer import until

@@ -11,8 +11,9 @@ from prefill_engine.kv.transport.nixl import NixlTransport
 from prefill_engine.kv.transport.nixl_agent import load_library
 from prefill_engine.kv.transport.rdma import RDMA_ONLY, Fabric, plan_fabric, rdma_label
 from prefill_engine.kv.transport.tcp import TcpTransport
+from prefill_plan.config import TransportKind
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import TransportConfig, TransportKind
+from prefill_plan.kvd_config import TransportConfig
 from prefill_testing.in_loop import in_loop
 
 _NIC = ("mlx5_0",)
@@ -57,19 +58,19 @@ def test_ucx_is_told_before_its_library_is_loaded(tmp_path: Path, monkeypatch: p
     transport = choose.build_transport(config, device_root=active_device(tmp_path), environ=environ)
 
     assert seen == [RDMA_ONLY]
-    assert (transport.kind, rdma_label(transport)) == ("nixl-ucx-rdma", "true")
+    assert (transport.kind, rdma_label(transport.kind)) == ("nixl-ucx-rdma", "true")
 
 
 def test_labels_say_what_is_proven() -> None:
     config = TransportConfig(kind=TransportKind.NIXL, host="127.0.0.1")
     transports = [NixlTransport(config, library=None, fabric=fabric) for fabric in Fabric]
-    assert [(one.kind, rdma_label(one)) for one in transports] == [
+    assert [(one.kind, rdma_label(one.kind)) for one in transports] == [
         ("nixl-ucx-rdma", "true"),
         ("nixl-ucx-any", "unproven"),
         ("nixl-ucx-tcp", "false"),
     ]
-    assert rdma_label(TcpTransport(TransportConfig(host="127.0.0.1"))) == "false"
-    assert rdma_label(LoopTransport(LoopHub())) == "false"
+    assert rdma_label(TcpTransport(TransportConfig(host="127.0.0.1")).kind) == "false"
+    assert rdma_label(LoopTransport(LoopHub()).kind) == "false"
 
 
 @pytest.mark.parametrize("fabric", [Fabric.ANY, Fabric.TCP])

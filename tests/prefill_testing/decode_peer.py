@@ -19,8 +19,10 @@ from typing import Any
 from prefill_engine.client_ticket import ticket_from_proto
 from prefill_engine.handoff_client import HandoffClient
 from prefill_engine.handoff_sink import DecodeSink
-from prefill_engine.kv.transport.tcp import TcpTransport
+from prefill_engine.kv.transport.choose import build_transport
+from prefill_engine.kv.transport.contract import Transport
 from prefill_engine.rpc import common_pb2, prefill_pb2
+from prefill_plan.config import TransportKind
 from prefill_plan.errors import PrefillError
 from prefill_plan.kvd_config import TransportConfig
 
@@ -66,7 +68,9 @@ class _Child:
 
     async def _pull(self, order: dict[str, Any]) -> None:
         ticket = ticket_from_proto(prefill_pb2.Ticket.FromString(bytes.fromhex(order["ticket"])))
-        transport = TcpTransport(TransportConfig(host="127.0.0.1")) if order["transport"] == "tcp" else None
+        transport = None if order["transport"] == "grpc" else _open_transport(order["transport"])
+        if transport is not None:
+            await transport.listen(lambda _key: None)  # nixl's agents are made now, not while a lease runs
         async with HandoffClient(ticket.source_endpoint, engine_id="d", epoch=1, transport=transport) as client:
             await client.hello()
             claim = await client.claim(ticket)
@@ -85,7 +89,7 @@ class _Child:
     async def _grant(self, order: dict[str, Any]) -> None:
         kv_format = common_pb2.KvFormat.FromString(bytes.fromhex(order["format"]))
         key = common_pb2.AttemptKey.FromString(bytes.fromhex(order["key"]))
-        transport = TcpTransport(TransportConfig(host="127.0.0.1"))
+        transport = _open_transport(order["transport"])
         async with DecodeSink(transport, kv_format, engine_id="d", phase=self._defer, piece_bytes=1 << 14) as sink:
             free = sink.grants.free_bytes
             target = await sink.reserve(key, kv_tokens=order["tokens"], ttl_seconds=order["ttl_seconds"])
@@ -103,6 +107,12 @@ class _Child:
     def _defer(self, phase: str) -> None:
         if phase != "reserved":
             self.reach(phase)
+
+
+def _open_transport(kind: str) -> Transport:
+    if kind == TransportKind.NIXL:
+        os.environ["UCX_TLS"] = "tcp,self"  # as between nodes; UCX reads it when an agent is made
+    return build_transport(TransportConfig(kind=TransportKind(kind), host="127.0.0.1"))
 
 
 def _child_main(pipe: Connection, phase: str, action: str) -> None:

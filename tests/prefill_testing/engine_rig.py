@@ -53,7 +53,9 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def engine_rig(config: EngineConfig, *, ready: bool = True, data_port: int = -1) -> AsyncIterator[Rig]:
+async def engine_rig(
+    config: EngineConfig, *, ready: bool = True, data_port: int = -1, data_transport: str = "tcp"
+) -> AsyncIterator[Rig]:
     """Everything up; with ready the fake ranks have reported. data_port: of their data transport, -1 = none."""
     spec = load_model_spec(Path(config.model.path))
     registry = CollectorRegistry()
@@ -83,7 +85,8 @@ async def engine_rig(config: EngineConfig, *, ready: bool = True, data_port: int
         front.endpoint = f"127.0.0.1:{ports.port}"
         if ready:
             for fake in ranks:
-                await fake.send(ready_message(fake.rank, spec, config, data_port=data_port))
+                message = ready_message(fake.rank, spec, config, data_port=data_port, data_transport=data_transport)
+                await fake.send(message)
             await asyncio.wait_for(front.ready.wait(), 5)
         options = [("grpc.max_receive_message_length", 16 << 20), ("grpc.max_send_message_length", 16 << 20)]
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(front.endpoint, options=options))

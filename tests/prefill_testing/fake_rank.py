@@ -74,7 +74,9 @@ def component_bytes(kind: int) -> bytes:
     return (period * (length // 251 + 1))[:length]
 
 
-def ready_message(rank: int, spec: ModelSpec, config: EngineConfig, *, data_port: int = -1) -> RankReady:
+def ready_message(
+    rank: int, spec: ModelSpec, config: EngineConfig, *, data_port: int = -1, data_transport: str = "tcp"
+) -> RankReady:
     """data_port: of a data transport, -1 = the rank has none."""
     return RankReady(
         rank=rank,
@@ -85,7 +87,7 @@ def ready_message(rank: int, spec: ModelSpec, config: EngineConfig, *, data_port
         layout_digest=block_layout(spec, config.kv.record_format).digest(),
         numerics_class="ref-bf16",
         store_kind=config.store.kind.value,
-        data_transport="tcp" if data_port >= 0 else "",
+        data_transport=data_transport if data_port >= 0 else "",
         data_port=data_port,
         vision_digest=VISION_DIGEST if config.vision.mode is not VisionMode.NONE else b"",
     )

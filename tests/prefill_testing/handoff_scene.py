@@ -42,9 +42,10 @@ def prompt(seed: str, length: int = 300) -> list[int]:
 async def run_way(
     engine: LocalEngine, peer: DecodePeer, way: str, tokens: list[int], *, grant_seconds: float = GRANT_SECONDS
 ) -> End:
-    """way: "push", or the transport of a pull. grant_seconds: lease of a push's memory."""
-    if way == "push":
-        return await run_push(engine, peer, tokens, grant_seconds=grant_seconds)
+    """way: the transport of a pull, or "push-" and that of a push. grant_seconds: lease of a push's memory."""
+    if way.startswith("push-"):
+        transport = way.removeprefix("push-")
+        return await run_push(engine, peer, tokens, grant_seconds=grant_seconds, transport=transport)
     return await run_pull(engine, peer, tokens, transport=way)
 
 
@@ -63,13 +64,16 @@ async def run_pull(engine: LocalEngine, peer: DecodePeer, tokens: list[int], *, 
         return end
 
 
-async def run_push(engine: LocalEngine, peer: DecodePeer, tokens: list[int], *, grant_seconds: float) -> End:
+async def run_push(
+    engine: LocalEngine, peer: DecodePeer, tokens: list[int], *, grant_seconds: float, transport: str
+) -> End:
     """The peer grants memory, the engine pushes into it."""
     async with PrefillClient(engine.endpoint) as client:
         info = await client.server_info()
         attempt = client.prefill(tokens, PrefillOptions(mode="push", store="skip"), timeout_seconds=PATIENCE_SECONDS)
         peer.tell(
             op="push",
+            transport=transport,
             key=attempt.key.SerializeToString().hex(),
             tokens=len(tokens),
             format=info.format.SerializeToString().hex(),

@@ -3,7 +3,7 @@
     python -m prefill_testing.kv_peer '<JSON of PeerArgs>'
 
 Prints {"endpoint": ...} when it listens. Killed, stopped and restarted by the tests; both sides derive keys and payloads from a
-seed, so every byte pulled can be checked.
+seed, so every byte pulled can be checked. With pull_from it is a reader instead, see PeerArgs.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from prefill_engine.kv.directory import Holder
 from prefill_engine.kv.snapshot_record import SnapshotCodec
 from prefill_engine.kv.transport.choose import build_transport
 from prefill_engine.kv.transport.contract import Source
+from prefill_engine.kv.transport.nixl import StagingSize
 from prefill_engine.kvd.directory_client import RemoteDirectory
 from prefill_plan.block_keys import BlockKey, snapshot_key
 from prefill_plan.config import TlsConfig
@@ -44,7 +45,10 @@ _PR_SET_PDEATHSIG = 1
 @dataclass(frozen=True, kw_only=True)
 class PeerArgs:
     """rewrite: keeps writing new generations into the slots while peers pull. blob_bytes: of one big thing under BLOB_KEY.
-    respawn: forks a new serving process whenever the last one died, printing its pid. directory: address, "" = none."""
+    respawn: forks a new serving process whenever the last one died, printing its pid. directory: address, "" = none.
+    window_bytes: nixl: things are shown as copies, in two windows. pull_from: endpoint; this process pulls the big thing from
+    there within pull_seconds, prints {"begun": true} when bytes are there, and its end with a count of the bytes that are
+    neither 0 nor the thing's."""
 
     transport: TransportConfig
     num_records: int = 2
@@ -54,6 +58,9 @@ class PeerArgs:
     directory: str = ""
     holder_id: str = "peer"
     epoch: int = 1
+    window_bytes: int = 0
+    pull_from: str = ""
+    pull_seconds: float = 2.0
 
 
 def key_of(number: int) -> bytes:
@@ -120,6 +127,9 @@ def say(line: dict[str, object]) -> None:
 
 
 def run(args: PeerArgs) -> None:
+    if args.pull_from:
+        asyncio.run(read(args))
+        return
     file = SnapshotFile(args.num_records, args.blob_bytes)
     while args.respawn:
         pid = os.fork()
@@ -132,7 +142,10 @@ def run(args: PeerArgs) -> None:
 
 
 async def serve(args: PeerArgs, file: SnapshotFile) -> None:
-    transport = build_transport(args.transport, pod_ip="127.0.0.1")
+    staging = (
+        StagingSize(num_bytes=2 * args.window_bytes, window_bytes=args.window_bytes) if args.window_bytes else None
+    )
+    transport = build_transport(args.transport, pod_ip="127.0.0.1", staging=staging)
     endpoint = await transport.listen(file.find)
     directory = None
     if args.directory:
@@ -151,6 +164,23 @@ async def serve(args: PeerArgs, file: SnapshotFile) -> None:
     await stop.wait()
     if directory is not None:
         await directory.close()
+    await transport.close()
+
+
+async def read(args: PeerArgs) -> None:
+    transport = build_transport(args.transport)
+    await transport.listen(lambda _key: None)
+    target = bytearray(args.blob_bytes)
+    pull = transport.pull(args.pull_from, BLOB_KEY, memoryview(target), deadline_seconds=args.pull_seconds)
+    pulling = asyncio.create_task(pull)
+    while BLOB_BYTE not in (target[0], target[1 << 20], target[-1]) and not pulling.done():
+        await asyncio.sleep(0.001)
+    say({"begun": True})
+    outcome = await pulling
+    await transport.close_peer(args.pull_from)
+    is_settled = outcome.settled()
+    strange = len(target) - target.count(BLOB_BYTE) - target.count(0)
+    say({"state": str(outcome.state), "reason": outcome.reason, "settled": is_settled, "strange": strange})
     await transport.close()
 
 

@@ -49,13 +49,14 @@ _LABEL = "request"
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What --json prints. error: "" = ok."""
+    """What --json prints. error: "" = ok. handoff_fallbacks: components that came by gRPC since the transport was busy."""
 
     ok: bool
     error: str
     attempt: AttemptRecord
     handoff_bytes: int
     handoff_transport: str
+    handoff_fallbacks: int
     stored_bytes: int
     probe: ProbeReport | None
 
@@ -106,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=TRANSPORTS,
         default=TRANSPORTS[0],
         help="how the bytes of a hand-off come: auto: the data transport where the engine has one, else gRPC (default); "
-        "tcp: the data transport or nothing; grpc: ReadKv",
+        "tcp, nixl: the data transport, of that kind, or nothing; grpc: ReadKv",
     )
     parser.add_argument(
         "--block-store",
@@ -162,6 +163,7 @@ def cmd_request(args: argparse.Namespace) -> int:
         attempt=record,
         handoff_bytes=taken.num_bytes if taken is not None else 0,
         handoff_transport=taken.transport if taken is not None else "",
+        handoff_fallbacks=taken.num_fallbacks if taken is not None else 0,
         stored_bytes=taken.stored_bytes if taken is not None else 0,
         probe=probe,
     )
@@ -190,7 +192,12 @@ async def _send(args: argparse.Namespace, prompt: _Prompt) -> tuple[_Prompt, _Ru
                 options = dataclasses.replace(options, hit_keys=keys[: args.hit_tokens // BLOCK_TOKENS])
             attempt = client.prefill(prompt.token_ids, options, timeout_seconds=args.timeout_seconds)
             way = TakeOverWay(
-                mode=mode, transport=args.transport, model=args.model, store=args.block_store, kv_format=info.format
+                mode=mode,
+                transport=args.transport,
+                model=args.model,
+                store=args.block_store,
+                kv_format=info.format,
+                offered=info.transports,
             )
             outcome = await send_and_take_over(attempt, way, endpoint=args.endpoint)
         except CallFailed as failure:
@@ -313,7 +320,8 @@ def _print_report(args: argparse.Namespace, report: RequestReport) -> None:
     if report.handoff_bytes:
         how = f"pushed to us by {report.handoff_transport}, checksums right, accepted"
         if args.handoff != "push":
-            how = f"read by {report.handoff_transport}, checksums right, lease held"
+            also = f" ({report.handoff_fallbacks} components by grpc: it was busy)" if report.handoff_fallbacks else ""
+            how = f"read by {report.handoff_transport}{also}, checksums right, lease held"
         print(f"  hand-over  {format_bytes(report.handoff_bytes)} {how}")
     if report.stored_bytes:
         print(f"  {'':<10} {format_bytes(report.stored_bytes)} of full blocks read from the store, verified by key")

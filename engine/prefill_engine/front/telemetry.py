@@ -13,6 +13,7 @@ from prefill_engine.front.kv_counters import KvCounters
 from prefill_engine.front.load import LOAD_STAGE, LoadBoard, LoadView
 from prefill_engine.front.served_model import COMPONENT_LABELS, ServedModel
 from prefill_engine.front.tickets import Ticket, TicketState
+from prefill_engine.kv.transport.rdma import rdma_label
 from prefill_engine.log import bind
 from prefill_engine.messages import Progress, RankLoad, RankReady, Resolved, StepModelReport
 from prefill_engine.metrics import Metrics
@@ -120,6 +121,9 @@ class Telemetry:
     def rank_ready(self, message: RankReady) -> None:
         extra = {"dp_rank": message.rank, "kv_tokens": message.kv_tokens_total, "store": message.store_kind}
         logger.info("rank ready", extra=extra)
+        if message.data_transport_kind:
+            kind = message.data_transport_kind
+            self._metrics.handoff_transport_info.labels(str(message.rank), kind, rdma_label(kind)).set(1)
 
     def engine_ready(self, served: ServedModel) -> None:
         identity = served.identity

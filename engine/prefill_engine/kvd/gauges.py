@@ -25,7 +25,7 @@ class Gauges:
         self._store_events = _Followed(metrics.store_events)
         self._transport_events = _Followed(metrics.transport_events)
         self._directory_events = _Followed(metrics.directory_events)
-        metrics.transport_info.labels(transport.kind, rdma_label(transport)).set(1)
+        metrics.transport_info.labels(transport.kind, rdma_label(transport.kind)).set(1)
 
     def show(self, state: PoolState, sessions: Sessions) -> None:
         metrics = self._metrics

@@ -17,6 +17,7 @@ from prefill_engine.block_pool import BlockPool
 from prefill_engine.kv.file_store import FileStore
 from prefill_engine.kv.memory_store import MemoryStore
 from prefill_engine.kv.store import BlockStore
+from prefill_engine.kv.transport.contract import protocol_of
 from prefill_engine.kv_cache import KvCache
 from prefill_engine.memory_check import check_memory
 from prefill_engine.messages import FromRank, Progress, RankReady
@@ -128,6 +129,7 @@ def build_rank(
         planner=planner,
         stepper=Stepper(engine=engine, kv=kv, runner=runner, send=mailbox.send),
         source=source,
+        reads=reads,
         exchange=LocalExchange(),
     )
 
@@ -248,7 +250,8 @@ def _ready(
         layout_digest=digests.layout,
         numerics_class=digests.numerics_class,
         store_kind="kvd" if config.kvd.socket else config.store.kind.value,
-        data_transport=courier.kind if courier is not None else "",
+        data_transport=protocol_of(courier.kind) if courier is not None else "",
+        data_transport_kind=courier.kind if courier is not None else "",
         data_port=courier.port if courier is not None else -1,
         vision_digest=digests.vision,
     )

@@ -61,7 +61,7 @@ class Courier:
         """Listens for peers; sets kind and port.
 
         Raises:
-            ConfigError: the port cannot be bound.
+            ConfigError: the port cannot be bound, or the transport not be had.
         """
         self._thread.start()
         endpoint = self._ask(self._listen(find)).result(_START_SECONDS)
@@ -73,6 +73,10 @@ class Courier:
             self._ask(self._close()).result(_STOP_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_SECONDS)
+
+    def counters(self) -> dict[str, int]:
+        """What the transport has counted, by name."""
+        return dict(self._transport.counters) if self._transport is not None else {}
 
     # --- step thread
     def begin(self, attempt_id: bytes, regions: Sequence[PushRegion]) -> None:

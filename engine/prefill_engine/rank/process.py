@@ -13,17 +13,16 @@ from multiprocessing.connection import Connection
 import msgspec
 import zmq
 
-from prefill_engine.kv.transport.tcp import TcpTransport
 from prefill_engine.log import setup_logging
 from prefill_engine.messages import PushReport, RankArgs
 from prefill_engine.rank.build import build_rank
 from prefill_engine.rank.courier import Courier
+from prefill_engine.rank.data_port import open_data_transport
 from prefill_engine.rank.errors_at_exit import InjectedFault, describe_failure, parse_fault
 from prefill_engine.rank.lanes import DataLane, EventsLane, RankLanes
 from prefill_engine.rank.read_server import ReadServer
 from prefill_plan.config import EngineConfig
 from prefill_plan.errors import ExitCode, PrefillError
-from prefill_plan.kvd_config import TransportConfig
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,6 @@ class _Rank:
         if config.handoff.data_port < 0:
             return None
         args = self._args
-        port = config.handoff.data_port + args.dp_rank if config.handoff.data_port else 0
         lanes: list[EventsLane] = []
 
         def report(message: PushReport) -> None:
@@ -91,7 +89,7 @@ class _Rank:
             lanes[0].send(message)
 
         return Courier(
-            lambda: TcpTransport(TransportConfig(host=config.server.host, port=port, tls=config.handoff.tls)),
+            lambda: open_data_transport(config, dp_rank=args.dp_rank),
             piece_seconds=config.handoff.piece_seconds,
             report=report,
             wake=self._lanes.wake,

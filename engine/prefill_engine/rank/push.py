@@ -15,7 +15,6 @@ from prefill_engine.rank.payloads import Part, read_parts
 _WINDOW = 4
 """Pieces under way at once: enough to hide round trips, and few enough to be fair to other peers."""
 _SETTLE_POLL_SECONDS = 0.02
-_REASONS = {PullState.LATE: "HANDOFF_TIMEOUT", PullState.ABSENT: "DECODE_ABORTED", PullState.FAILED: "DECODE_ABORTED"}
 
 
 @dataclass(slots=True)
@@ -145,7 +144,7 @@ class Push:
             return
         self._unsettled.append(outcome)
         text = f"piece {piece.index} of component {region.kind} did not arrive: {outcome.state}, {outcome.reason}"
-        self._fail(_REASONS[outcome.state], text)
+        self._fail("HANDOFF_TIMEOUT" if outcome.state is PullState.LATE else "DECODE_ABORTED", text)
 
     def _fail(self, reason: str, detail: str) -> None:
         if not self.reason:

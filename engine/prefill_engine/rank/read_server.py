@@ -72,6 +72,11 @@ class ReadServer:
         self._thread = threading.Thread(target=self._run, args=(lane,), name="read-server", daemon=True)
         self._thread.start()
 
+    def counters(self) -> dict[str, int]:
+        """Of the data transport, for the load report."""
+        found = self.courier.counters() if self.courier is not None else {}
+        return {f"data_{name}": count for name, count in found.items()}
+
     def stop(self) -> None:
         self._stopping.set()
         if self._thread is not None:

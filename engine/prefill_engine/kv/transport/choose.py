@@ -1,7 +1,8 @@
 """Builds the transport that the configuration names. What is asked for and not there is an error, never another transport.
 
-Called by kvd at start. The trap (kv.md 0.10): libraries that fall back to TCP by themselves; so require_rdma is checked against
-the devices of this machine before anything is built, and UCX is left nothing but RDMA.
+Called by kvd and ranks at start, and by decode peers of ours. The trap (kv.md 0.10): libraries that fall back to TCP by
+themselves; so require_rdma is checked against the devices of this machine before anything is built, and UCX is left nothing but
+RDMA.
 """
 
 import logging
@@ -9,13 +10,14 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from prefill_engine.kv.transport.contract import Transport
-from prefill_engine.kv.transport.nixl import NixlTransport
+from prefill_engine.kv.transport.nixl import NixlTransport, StagingSize
 from prefill_engine.kv.transport.nixl_agent import load_library
 from prefill_engine.kv.transport.rdma import DEVICE_ROOT, UCX_TLS, find_devices, plan_fabric
 from prefill_engine.kv.transport.tcp import TcpTransport
 from prefill_engine.settings import environment_of_libraries
+from prefill_plan.config import TransportKind
 from prefill_plan.errors import ConfigError
-from prefill_plan.kvd_config import TransportConfig, TransportKind
+from prefill_plan.kvd_config import TransportConfig
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ def build_transport(
     *,
     pod_ip: str = "",
     regions: Sequence[memoryview] = (),
+    staging: StagingSize | None = None,
     device_root: Path = DEVICE_ROOT,
     environ: MutableMapping[str, str] | None = None,
 ) -> Transport:
@@ -33,6 +36,7 @@ def build_transport(
     Args:
         pod_ip: what peers are told when config.advertise is empty.
         regions: memory that transfers will touch, registered once (nixl); other memory is registered when it is first used.
+        staging: what is served and pushed is copied there instead (nixl).
         device_root: where the kernel lists RDMA devices.
         environ: what UCX reads, None = the process's own; with require_rdma it gets UCX_TLS.
 
@@ -61,4 +65,4 @@ def build_transport(
     logger.info(
         "UCX below nixl", extra={"fabric": str(fabric), "devices": devices, "ucx_tls": environ.get(UCX_TLS, "")}
     )
-    return NixlTransport(config, library=load_library(), pod_ip=pod_ip, fabric=fabric, regions=regions)
+    return NixlTransport(config, library=load_library(), pod_ip=pod_ip, fabric=fabric, regions=regions, staging=staging)

@@ -10,11 +10,19 @@ from enum import StrEnum
 from typing import Protocol
 
 
+def protocol_of(kind: str) -> str:
+    """What a peer must speak to understand a transport of this kind: "tcp", "tcp+tls", "nixl", "nixl+tls". UCX's agents agree by
+    themselves on what they use below."""
+    return kind.partition("-")[0]
+
+
 class PullState(StrEnum):
     DONE = "done"
     """All bytes are in the destination. Not verified here: that is for the record's own checksum."""
     ABSENT = "absent"
     """The peer answered that it has no such thing."""
+    BUSY = "busy"
+    """The peer has it, but can't give it by this transport now: another way may be quicker than another try."""
     FAILED = "failed"
     """Connection refused or lost, protocol or size mismatch."""
     LATE = "late"
@@ -23,7 +31,7 @@ class PullState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullOutcome:
-    """settled: True once nothing can be written into the destination any more; always True for DONE and ABSENT."""
+    """settled: True once nothing can be written into the destination any more; always True for DONE, ABSENT and BUSY."""
 
     state: PullState
     reason: str
@@ -48,7 +56,8 @@ class Transport(Protocol):
     @property
     def kind(self) -> str:
         """What is really in use: "tcp", "tcp+tls", "nixl-ucx-tcp", "nixl-ucx-rdma" (nothing else was left
-        to UCX), "nixl-ucx-any" (UCX has a device and its choice); shown by kv_transport_info."""
+        to UCX), "nixl-ucx-any" (UCX has a device and its choice), with agreement over TLS "nixl+tls-ucx-..."; shown by
+        kv_transport_info."""
         ...
 
     @property
@@ -79,7 +88,8 @@ class Transport(Protocol):
         ...
 
     async def close_peer(self, endpoint: str) -> None:
-        """Drops connections to a peer, which settles every late pull from it."""
+        """Drops connections to a peer, which settles every late pull from it; any endpoint: and every write into granted memory
+        whose peer has vanished."""
         ...
 
     async def close(self) -> None: ...

@@ -46,6 +46,8 @@ class Refusal(IntEnum):
     """Too many connections from this peer."""
     NO_GRANT = 3
     """Nobody accepts this key, or another push is on it."""
+    NO_WINDOW = 4
+    """nixl: no registered memory is free to show the thing in."""
 
 
 class FrameError(Exception):

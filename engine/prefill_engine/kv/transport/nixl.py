@@ -2,11 +2,11 @@
 
 Peers agree over the frames of the tcp transport (LOCATE or OFFER, PLACE, SETTLED); only the bytes travel by NIXL. The trap: a
 pull that is late stays unsettled until its transfer ends by itself or `close_peer` destroys the agent that runs it, which fails
-the agent's other transfers too. Two agents keep apart what we start (pulls, pushes) from what peers do to our memory.
+the agent's other transfers too. Two agents keep apart what we start (pulls, pushes; here) from what peers do to our memory
+(nixl_owner.py).
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -17,15 +17,16 @@ from typing import Any
 import msgspec
 
 from prefill_engine.kv.transport.contract import PullOutcome, PullState, Source
-from prefill_engine.kv.transport.frame import Frame, FrameError, Op, Refusal, encode
-from prefill_engine.kv.transport.grants import Grant, Grants
+from prefill_engine.kv.transport.frame import Frame, FrameError, Op, encode
 from prefill_engine.kv.transport.link import Link, LinkLost
-from prefill_engine.kv.transport.listener import Listener, read_question, refuse
+from prefill_engine.kv.transport.listener import Listener
 from prefill_engine.kv.transport.nixl_agent import NixlAgent, NixlFailed, Place
+from prefill_engine.kv.transport.nixl_owner import OwnerSide, note_of
 from prefill_engine.kv.transport.outcome import always_settled, check_arguments, ended, is_in_order, judge_answer
 from prefill_engine.kv.transport.peer import read_answer
 from prefill_engine.kv.transport.peers import Peers
 from prefill_engine.kv.transport.rdma import Fabric
+from prefill_engine.kv.transport.staging import Staging, Window, may_recycle
 from prefill_engine.kv.transport.tcp import MAX_LINKS, MAX_LINKS_PER_PEER, endpoint_of
 from prefill_engine.kv.transport.tls import load_contexts
 from prefill_plan.errors import ConfigError
@@ -33,26 +34,43 @@ from prefill_plan.kvd_config import TransportConfig
 
 logger = logging.getLogger(__name__)
 
+_OWNER, _READER = "owner", "reader"
 _MAX_PLACE_BYTES = 1 << 20
 _LATE_POLL_SECONDS = 0.01
-_NOTE_SECONDS = 5.0
+_RELIEF_POLL_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingSize:
+    """Of what peers READ, and the same again for what we WRITE. window_bytes: longest thing that is served."""
+
+    num_bytes: int
+    window_bytes: int
+
+    def make(self) -> Staging:
+        """Raises ValueError: less than one window."""
+        return Staging(num_bytes=self.num_bytes, window_bytes=self.window_bytes)
 
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One READ or WRITE of ours. starting: gives its number on the agent. held: its registration there. is_over: nothing of it
-    can move any more."""
+    """One READ or WRITE of ours. window: of the staging, that the view is in. starting: gives its number on the agent. held: its
+    registration there. is_over: nothing of it can move any more."""
 
     endpoint: str
     agent: NixlAgent
     view: memoryview
+    window: Window | None = None
     starting: "asyncio.Task[int] | None" = None
     held: Any = None
     is_over: bool = True
 
 
 class NixlTransport:
-    """Owner of both agents, the agreement listener and connections, and the grants. counters as TcpTransport's, plus recycled."""
+    """Owner of both agents, the agreement listener and connections, and the staging.
+
+    counters: as TcpTransport's, plus recycled (agents), and with staging no_window (refused for want of one) and quarantined.
+    """
 
     def __init__(
         self,
@@ -62,8 +80,12 @@ class NixlTransport:
         pod_ip: str = "",
         fabric: Fabric = Fabric.TCP,
         regions: Sequence[memoryview] = (),
+        staging: StagingSize | None = None,
     ) -> None:
-        """Raises ConfigError: require_rdma and UCX may choose something else, unusable TLS files."""
+        """staging: what is served and pushed is copied there, and nothing but that and the regions is registered for long.
+
+        Raises ConfigError: require_rdma and UCX may choose something else, unusable TLS files.
+        """
         if config.require_rdma and fabric is not Fabric.RDMA:
             raise ConfigError(f"transport.require_rdma is set and UCX is left {fabric}; not falling back to TCP")
         self._config, self._library, self._pod_ip = config, library, pod_ip
@@ -73,17 +95,22 @@ class NixlTransport:
         self._agents: dict[str, NixlAgent] = {}
         self._starting = asyncio.Lock()
         self._peers = Peers(context=self._tls.client if self._tls else None)
-        self._grants = Grants()
-        self._stuck_grants: set[Grant] = set()
         self._late: set[_Transfer] = set()
         self._watching: set[asyncio.Task[None]] = set()
-        self._find: Callable[[bytes], Source | None] = lambda _key: None
-        self._listener = Listener(self._answer, max_links=MAX_LINKS, max_links_per_peer=MAX_LINKS_PER_PEER)
         self._own: Counter[str] = Counter()
+        self._staging = {} if staging is None else {role: staging.make() for role in (_OWNER, _READER)}
+        self._relieving: asyncio.Task[None] | None = None
+        self._owner = OwnerSide(
+            lambda: self._agent(_OWNER),
+            staging=self._staging.get(_OWNER),
+            counters=self._own,
+            on_quarantine=self._begin_relief,
+        )
+        self._listener = Listener(self._owner.answer, max_links=MAX_LINKS, max_links_per_peer=MAX_LINKS_PER_PEER)
 
     @property
     def kind(self) -> str:
-        return f"nixl-ucx-{self._fabric}"
+        return f"nixl{'+tls' if self._tls else ''}-ucx-{self._fabric}"
 
     @property
     def counters(self) -> dict[str, int]:
@@ -91,10 +118,10 @@ class NixlTransport:
 
     async def listen(self, find: Callable[[bytes], Source | None]) -> str:
         """See Transport.listen. Raises ConfigError: port taken, or UCX can't be brought up here."""
-        self._find = find
+        self._owner.find = find
         try:
-            await self._agent("owner")
-            await self._agent("reader")
+            await self._agent(_OWNER)
+            await self._agent(_READER)
         except NixlFailed as error:
             raise ConfigError(f"transport.kind nixl: no UCX agent could be made: {error}") from error
         context = self._tls.server if self._tls else None
@@ -120,21 +147,26 @@ class NixlTransport:
 
     async def push(self, endpoint: str, key: bytes, source: memoryview, *, deadline_seconds: float) -> PullOutcome:
         """See Transport.push. A read-only source is copied first: UCX wants an address of writable memory."""
-        view = memoryview(bytearray(source)) if source.readonly else source
-        question = Frame(op=Op.OFFER, exchange=0, key=key, length=len(view))
-        return await self._run("WRITE", endpoint, question, view, deadline_seconds)
+        check_arguments(key, deadline_seconds)
+        question = Frame(op=Op.OFFER, exchange=0, key=key, length=len(source))
+        if not source.readonly:
+            return await self._run("WRITE", endpoint, question, source, deadline_seconds)
+        staging = self._staging.get(_READER)
+        window = staging.take_now(len(source)) if staging is not None else None
+        view = window.fill(source) if window is not None else memoryview(bytearray(source))
+        return await self._run("WRITE", endpoint, question, view, deadline_seconds, window=window)
 
     def accept(self, key: bytes, target: memoryview, done: Callable[[], None]) -> Callable[[], bool]:
         """See Transport.accept. A write that has begun can't be stopped: revoking answers False until it has ended, or until
         close_peer has destroyed the agent it writes through."""
-        return self._grants.accept(key, target, done)
+        return self._owner.grants.accept(key, target, done)
 
     async def close_peer(self, endpoint: str) -> None:
         self._peers.close(endpoint)
         if any(transfer.endpoint == endpoint for transfer in self._late):
-            await self._recycle("reader")
-        if self._stuck_grants:
-            await self._recycle("owner")
+            await self._recycle(_READER)
+        if self._owner.has_stuck_grants:
+            await self._recycle(_OWNER)
 
     async def close(self) -> None:
         for endpoint in self._peers.endpoints():
@@ -152,7 +184,9 @@ class NixlTransport:
         async with self._starting:
             agent = self._agents.get(role)
             if agent is None:
-                agent = NixlAgent(self._library, f"kvd-{role}", self._regions)
+                staged = [self._staging[role].memory] if role in self._staging else []
+                regions = (*self._regions, *staged)
+                agent = NixlAgent(self._library, role, regions, is_served=role == _OWNER)
                 await agent.call(agent.start_in_thread)
                 self._agents[role] = agent
             return agent
@@ -167,13 +201,32 @@ class NixlTransport:
         for transfer in [one for one in self._late if one.agent is agent]:
             transfer.is_over = True
             self._late.discard(transfer)
-        if role == "owner":
-            for grant in self._stuck_grants:
-                self._grants.fail(grant)
-            self._stuck_grants.clear()
+        if role == _OWNER:
+            self._owner.agent_gone(agent)
+
+    def _begin_relief(self) -> None:
+        if self._relieving is None or self._relieving.done():
+            self._relieving = asyncio.create_task(self._relieve())
+            self._watching.add(self._relieving)
+            self._relieving.add_done_callback(self._watching.discard)
+
+    async def _relieve(self) -> None:
+        """Gets quarantined windows back, at a moment when no transfer of another peer is failed by it."""
+        while (state := self._staging[_OWNER].state).quarantined:
+            if may_recycle(state):
+                await self._recycle(_OWNER)
+            else:
+                await asyncio.sleep(_RELIEF_POLL_SECONDS)
 
     async def _run(
-        self, operation: str, endpoint: str, question: Frame, view: memoryview, deadline_seconds: float
+        self,
+        operation: str,
+        endpoint: str,
+        question: Frame,
+        view: memoryview,
+        deadline_seconds: float,
+        *,
+        window: Window | None = None,
     ) -> PullOutcome:
         check_arguments(question.key, deadline_seconds)
         started = time.monotonic()
@@ -181,7 +234,7 @@ class NixlTransport:
         transfer: _Transfer | None = None
         try:
             async with asyncio.timeout(deadline_seconds):
-                transfer = _Transfer(endpoint, await self._agent("reader"), view)
+                transfer = _Transfer(endpoint, await self._agent(_READER), view, window)
                 state, reason = await self._exchange(operation, question, transfer, deadline_seconds)
         except TimeoutError:
             state, reason = PullState.LATE, f"not done within {deadline_seconds:g} s"
@@ -190,6 +243,8 @@ class NixlTransport:
         finally:
             if transfer is not None:
                 settled = self._leave(transfer)
+            elif window is not None:
+                self._staging[_READER].give_back(window)
         self._own[f"{'pull' if operation == 'READ' else 'push'}_{state}"] += 1
         return ended(state, reason, started=started, settled=settled)
 
@@ -207,7 +262,9 @@ class NixlTransport:
             place = await _read_place(link, exchange.answer, length=len(view))
             if len(view):
                 transfer.held = await agent.call(agent.hold_in_thread, view)
-                begin = agent.call(agent.begin_in_thread, operation, view, place, _note(asked))
+                # Nobody takes the notes of READs: they would pile up at the owner.
+                note = note_of(asked) if operation == "WRITE" else b""
+                begin = agent.call(agent.begin_in_thread, operation, view, place, note)
                 # From here on bytes may move, whatever becomes of this coroutine.
                 transfer.is_over = False
                 transfer.starting = asyncio.create_task(begin)
@@ -239,7 +296,13 @@ class NixlTransport:
             task = asyncio.create_task(self._watch(transfer))
             self._watching.add(task)
             task.add_done_callback(self._watching.discard)
+        else:
+            self._give_back(transfer)
         return lambda: transfer.is_over
+
+    def _give_back(self, transfer: _Transfer) -> None:
+        if transfer.window is not None:
+            self._staging[_READER].give_back(transfer.window)
 
     async def _watch(self, transfer: _Transfer) -> None:
         """Polls a late transfer to its end, then gives its registration back."""
@@ -257,83 +320,7 @@ class NixlTransport:
             await agent.gone.wait()
         transfer.is_over = True
         self._late.discard(transfer)
-
-    async def _answer(self, link: Link, question: Frame) -> bool:
-        match question.op:
-            case Op.LOCATE:
-                return await self._offer_source(link, question)
-            case Op.OFFER:
-                return await self._offer_target(link, question)
-            case _:
-                raise FrameError(f"{question.op.name} is no question of a nixl transport")
-
-    async def _offer_source(self, link: Link, question: Frame) -> bool:
-        """Pins the thing until the peer says that its READ has ended, or is gone."""
-        source = self._find(question.key)
-        if source is None:
-            self._own["served_absent"] += 1
-            await link.send(encode(Frame(op=Op.ABSENT, exchange=question.exchange, key=question.key)))
-            return True
-        try:
-            if len(source.view) != question.length:
-                return await refuse(link, question, Refusal.SIZE)
-            agent, held = await self._place(link, question, source.view)
-            try:
-                await _read_settled(link, question)
-            finally:
-                await _drop(agent, held)
-        finally:
-            source.release()
-        self._own["served"] += 1
-        return True
-
-    async def _offer_target(self, link: Link, question: Frame) -> bool:
-        """Lets the peer WRITE; a peer that is gone before it said SETTLED may still be writing."""
-        is_writing = False
-
-        def stop() -> bool:
-            return not is_writing
-
-        grant = self._grants.begin(question.key, stop)
-        if grant is None:
-            return await refuse(link, question, Refusal.NO_GRANT)
-        try:
-            if len(grant.target) != question.length:
-                self._grants.fail(grant)
-                return await refuse(link, question, Refusal.SIZE)
-            is_writing = len(grant.target) > 0
-            agent, held = await self._place(link, question, grant.target)
-            await _read_settled(link, question)
-            if is_writing:
-                await _await_note(agent, _note(question))
-        except BaseException:
-            if is_writing:
-                self._stuck_grants.add(grant)
-            else:
-                self._grants.fail(grant)
-            raise
-        self._grants.finish(grant)
-        await _drop(agent, held)
-        await link.send(encode(replace(question, op=Op.STORED)))
-        return True
-
-    async def _place(self, link: Link, question: Frame, view: memoryview) -> tuple[NixlAgent, Any]:
-        """Tells the peer where the view stands. Raises LinkLost."""
-        try:
-            agent = await self._agent("owner")
-            held = await agent.call(agent.hold_in_thread, view) if len(view) else None
-            place = await agent.call(agent.place_in_thread, view, held)
-        except NixlFailed as error:
-            raise LinkLost(f"our agent: {error}") from error
-        payload = msgspec.msgpack.encode(place)
-        await link.send(encode(replace(question, op=Op.PLACE, length=len(payload))), more=True)
-        await link.send(payload)
-        return agent, held
-
-
-def _note(frame: Frame) -> bytes:
-    """Names one WRITE to the side that is written to."""
-    return frame.key + frame.exchange.to_bytes(4, "little")
+        self._give_back(transfer)
 
 
 async def _read_place(link: Link, answer: Frame, *, length: int) -> Place:
@@ -349,26 +336,3 @@ async def _read_place(link: Link, answer: Frame, *, length: int) -> Place:
     if place.length != length:
         raise FrameError(f"place of {place.length} bytes, asked was {length}")
     return place
-
-
-async def _read_settled(link: Link, question: Frame) -> None:
-    """Raises LinkLost, FrameError."""
-    frame = await read_question(link)
-    if (frame.op, frame.exchange) != (Op.SETTLED, question.exchange):
-        raise FrameError(f"{frame.op.name} of exchange {frame.exchange}, expected SETTLED of {question.exchange}")
-
-
-async def _await_note(agent: NixlAgent, note: bytes) -> None:
-    """Raises TimeoutError, LinkLost."""
-    try:
-        async with asyncio.timeout(_NOTE_SECONDS):
-            while not await agent.call(agent.has_note_in_thread, note):
-                await asyncio.sleep(0)
-    except NixlFailed as error:
-        raise LinkLost(f"our agent: {error}") from error
-
-
-async def _drop(agent: NixlAgent, held: Any) -> None:
-    if held is not None:
-        with contextlib.suppress(NixlFailed):
-            await agent.call(agent.drop_in_thread, held)

@@ -24,6 +24,8 @@ def judge_answer(answer: Frame, *, expected: Op, length: int) -> tuple[PullState
         return None
     if answer.op is Op.ABSENT:
         return PullState.ABSENT, "absent"
+    if answer.op is Op.REFUSED and answer.status is Refusal.NO_WINDOW:
+        return PullState.BUSY, "refused: no_window"
     if answer.op is Op.REFUSED:
         return PullState.FAILED, f"refused: {Refusal(answer.status).name.lower()}"
     return (

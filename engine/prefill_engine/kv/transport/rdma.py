@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from prefill_engine.kv.transport.contract import Transport
 from prefill_plan.errors import ConfigError
 
 DEVICE_ROOT = Path("/sys/class/infiniband")
@@ -66,11 +65,10 @@ def plan_fabric(
     return Fabric.RDMA, {}
 
 
-def rdma_label(transport: Transport) -> str:
-    """For kv_transport_info: true, false, or unproven."""
-    if not transport.kind.startswith("nixl-ucx-"):
-        return "false"
-    return {Fabric.RDMA: "true", Fabric.ANY: "unproven", Fabric.TCP: "false"}[Fabric(transport.kind.rpartition("-")[2])]
+def rdma_label(kind: str) -> str:
+    """For kv_transport_info, of a Transport's kind: true, false, or unproven."""
+    _, _, fabric = kind.partition("-ucx-")
+    return {"": "false", Fabric.RDMA: "true", Fabric.ANY: "unproven", Fabric.TCP: "false"}[fabric]
 
 
 def _is_rdma_only(transports: str) -> bool:
