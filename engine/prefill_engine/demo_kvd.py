@@ -59,9 +59,9 @@ class SlowStore:
 
         self._store.read(dataclasses.replace(job, on_group=on_group))
 
-    def publish(self, records: Sequence[RecordWrite]) -> SegmentInfo:
+    def publish(self, records: Sequence[RecordWrite], *, tenant: str = "") -> SegmentInfo:
         """As SegmentStore."""
-        return self._store.publish(records)
+        return self._store.publish(records, tenant=tenant)
 
     def scan(self) -> Iterator[SegmentInfo]:
         """As SegmentStore."""

@@ -55,6 +55,7 @@ from prefill_plan.config import EngineConfig, StoreKind, VisionMode
 from prefill_plan.errors import CheckpointError, ConfigError, ExitCode
 from prefill_plan.model_spec import ModelSpec, load_model_spec
 from prefill_plan.positions import validate_keep
+from prefill_plan.ranges import check_engine_ranges
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def check_start(config: EngineConfig) -> ModelSpec:
         ConfigError: keep tokens below window + rollback, store directory unusable, sizes that make no sense.
         CheckpointError: the model's config.json is missing or wrong.
     """
+    check_engine_ranges(config)
     try:
         spec = load_model_spec(Path(config.model.path))
     except (ConfigError, OSError) as error:
@@ -98,8 +100,6 @@ def check_start(config: EngineConfig) -> ModelSpec:
     if config.store.kind is StoreKind.FILE:
         _check_store(Path(config.store.path))
     check_vision(config.vision, spec)
-    if config.parallel.dp_size < 1:
-        raise ConfigError(f"parallel.dp_size {config.parallel.dp_size}, expected at least 1")
     return spec
 
 

@@ -45,6 +45,11 @@ class PrefillPositions(Struct):
     end_new_block: int
     """Complete new blocks [first_new_block, end_new_block); the store gets these."""
 
+    @property
+    def is_all_computed(self) -> bool:
+        """Every row is computed: there is no hit, or its replay starts at 0 and so saves none."""
+        return self.compute_start == 0
+
 
 def validate_keep(keep_tokens: int, window_tokens: int, max_rollback_tokens: int) -> None:
     """Refuses settings under which the decoder's window has a hole after a rollback (R6).

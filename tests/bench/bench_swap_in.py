@@ -43,6 +43,7 @@ from prefill_engine.rank.step_gate import CpuStepGate
 from prefill_engine.rank.store_worker import StoreWorker
 from prefill_engine.rank.swap_counters import SwapCounters
 from prefill_engine.rank.swap_in import LoadProgress, SwapIn, SwapJob
+from prefill_engine.rank.swap_limit import SwapLimits
 from prefill_engine.swa_pool import SwaPool
 from prefill_plan.block_keys import BlockKey
 from prefill_plan.config import RecordFormat
@@ -105,8 +106,8 @@ class Bench:
         self.swap_in = SwapIn(
             copier=CpuCopier(self.cache),
             codec=SnapshotCodec(geometry.layout_digest, geometry.snapshot_payload_bytes),
-            num_groups=len(self.layout.sources),
-            swap_in_seconds=60.0,
+            group_bytes=geometry.group_bytes,
+            limits=SwapLimits(least_seconds=60.0, most_seconds=60.0),
             gate_seconds=60.0,
             post=lambda completion: self.done.set() if isinstance(completion, LoadDone) else None,
             on_end=lambda _attempt: None,

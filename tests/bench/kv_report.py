@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-BENCHES = ("bench_swap_in.py", "bench_kv_store.py", "bench_kv_transport.py", "bench_kvd.py")
+BENCHES = ("bench_swap_in.py", "bench_kv_store.py", "bench_kv_reads.py", "bench_kv_transport.py", "bench_kvd.py")
 
 
 def output_of(command: list[str]) -> str:

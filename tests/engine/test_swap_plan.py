@@ -45,7 +45,7 @@ def test_next_copy_takes_whole_blocks_where_no_group_goes_alone() -> None:
         pytest.param((5, 3), 3, 0.0, False, Ending.SHORT, id="cut-by-a-failed-read"),
         pytest.param((2, 2), 3, 0.0, False, None, id="what-is-before-the-failed-read-may-come"),
         pytest.param((5, 3), 5, 2.0, False, Ending.LATE, id="out-of-time"),
-        pytest.param((5, 3), 5, 0.0, True, Ending.LATE, id="kvd-gone"),
+        pytest.param((5, 3), 5, 0.0, True, Ending.GONE, id="kvd-gone"),
     ],
 )
 def test_find_ending_choice(

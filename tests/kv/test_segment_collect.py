@@ -21,7 +21,9 @@ from prefill_testing.segments import SHAPE, Clock, locations, make_records, read
 FILE_BYTES = HEADER_BYTES + SHAPE.record_bytes
 
 
-def open_store(path: Path, clock: Callable[[], float], *, num_segments: int = 10, **changes: Any) -> FileSegmentStore:
+def open_store(
+    path: Path, clock: Callable[[], float], *, num_segments: int = 10, tenant_share: float = 1.0, **changes: Any
+) -> FileSegmentStore:
     """Room for so many segments of one record; each is a generation of its own."""
     config = KvdStoreConfig(
         read_threads=1,
@@ -30,6 +32,7 @@ def open_store(path: Path, clock: Callable[[], float], *, num_segments: int = 10
         low_watermark=0.4,
         grace_seconds=60,
         generation_seconds=3600,
+        tenant_share=tenant_share,
     )
     files = replace(FileOperations(), **changes)
     return FileSegmentStore(path, geometry=SHAPE, config=config, files=files, clock=clock)
@@ -301,3 +304,128 @@ def test_foreign_files_in_the_store_are_left_alone_until_their_generation_goes(t
 
     assert foreign.read_text() == "do not touch"
     assert not (tmp_path / segments[0].name).parents[1].exists()
+
+
+# --- shares of tenants
+def publish_for(store: FileSegmentStore, tenant: str, *labels: str) -> list[SegmentInfo]:
+    return [store.publish(make_records([label]), tenant=tenant) for label in labels]
+
+
+def test_tenant_above_its_share_loses_its_oldest_first(tmp_path: Path, clock: Clock) -> None:
+    """Room for 10, collected from 6 on down to 4; a share is 3. "small" is older, "big" has 5."""
+    store = open_store(tmp_path, clock, tenant_share=0.3)
+    small = publish_for(store, "small", *"ab")
+    big = publish_for(store, "big", *"cdefg")
+    clock.advance(61)
+
+    assert collect(store, clock) == 3 * FILE_BYTES
+
+    left = {segment.name for segment in (*small[1:], *big[2:])}
+    assert names_of(store) == left, "two of big, down to its share, and then the oldest of all"
+
+
+def test_tenants_within_their_shares_lose_the_oldest(tmp_path: Path, clock: Clock) -> None:
+    store = open_store(tmp_path, clock, tenant_share=0.5)
+    publish_for(store, "small", *"ab")
+    big = publish_for(store, "big", *"cdefg")
+    clock.advance(61)
+
+    assert collect(store, clock) == 3 * FILE_BYTES
+    assert names_of(store) == {segment.name for segment in big[1:]}, "both of small, then the oldest of big"
+
+
+def test_shares_hold_for_another_kvd_that_only_sees_the_files(tmp_path: Path, clock: Clock) -> None:
+    """After a restart, or on another node: who owns what stands in the names of directories, and in nobody's memory."""
+    store = open_store(tmp_path, clock, tenant_share=0.3)
+    small, big = publish_for(store, "small", *"ab"), publish_for(store, "big", *"cdefg")
+    clock.advance(61)
+    other = open_store(tmp_path, clock, tenant_share=0.3)
+
+    collect(other, clock)
+
+    assert names_of(other) == {segment.name for segment in (*small[1:], *big[2:])}
+    assert read(other, locations(*big[2:])).bad == {}
+    [more] = publish_for(other, "big", "h")
+    assert more.name.split("/")[2].split("-")[2] == big[0].name.split("/")[2].split("-")[2]
+
+
+def test_what_was_committed_in_the_grace_period_stays_whoever_is_above_its_share(tmp_path: Path, clock: Clock) -> None:
+    store = open_store(tmp_path, clock, tenant_share=0.3)
+    small = publish_for(store, "small", *"ab")
+    clock.advance(61)
+    big = publish_for(store, "big", *"cdefg")
+    for segment in big:  # files have the machine's time
+        os.utime(tmp_path / segment.name, (clock(), clock()))
+    withdrawn: list[str] = []
+
+    store.collect(withdraw=withdrawn.extend)
+
+    assert withdrawn == [segment.name for segment in small]
+    assert read(store, locations(*big)).bad == {}
+
+
+def test_hot_segments_stay_their_tenants(tmp_path: Path, clock: Clock) -> None:
+    store = open_store(tmp_path, clock, tenant_share=0.2)
+    big = publish_for(store, "big", *"abcdefg")
+    clock.advance(61)
+    read(store, locations(big[1]))
+    announced: list[SegmentInfo] = []
+
+    store.collect(withdraw=lambda _: None, announce=announced.extend)
+
+    [kept] = announced
+    assert kept.keys == big[1].keys
+    assert kept.name.split("/")[2].split("-")[2] == big[1].name.split("/")[2].split("-")[2]
+    assert kept.name.split("/")[2] > big[-1].name.split("/")[2]
+
+
+def test_no_tenants_name_is_on_the_medium(tmp_path: Path, clock: Clock) -> None:
+    store = open_store(tmp_path, clock, tenant_share=0.3)
+    publish_for(store, "acme-corp", "a")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+
+    assert not any("acme" in str(path) for path in tmp_path.rglob("*"))
+    assert files
+    assert not any(b"acme" in path.read_bytes() for path in files)
+
+
+def test_without_shares_tenants_share_generations(tmp_path: Path, clock: Clock) -> None:
+    """A tenant of its own directory costs what it costs; by default nobody pays it."""
+    store = open_store(tmp_path, clock, num_segments=100)
+    names = [
+        segment.name.split("/")[2] for tenant in ("small", "big") for segment in publish_for(store, tenant, tenant)
+    ]
+
+    assert [name.count("-") for name in names] == [1, 1]
+    assert names[0].split("-")[1] == names[1].split("-")[1], "one part, were it not for the turn of an hour"
+
+
+def is_withdrawn(root: Path, segment: SegmentInfo) -> bool:
+    return ((root / segment.name).parents[1] / ".withdrawn").exists()
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_restarted_kvd_publishes_into_no_withdrawn_generation(tmp_path: Path, clock: Clock, share: float) -> None:
+    """It counts parts from 0 again, where others were withdrawn in the same hour; what it stored would be gone with them."""
+    before = open_store(tmp_path, clock, num_segments=20, tenant_share=share)
+    for tenant, labels in (("big", "ab"), ("small", "cd"), ("big", "efghijklm")):
+        publish_for(before, tenant, *labels)
+    clock.advance(61)
+    store = open_store(tmp_path, clock, num_segments=20, tenant_share=share)
+    withdrawn: list[str] = []
+    store.collect(withdraw=withdrawn.extend)
+
+    fresh = publish_for(store, "big", *"nopqrs")
+
+    assert withdrawn
+    assert [segment.name for segment in fresh if is_withdrawn(tmp_path, segment)] == []
+
+
+def test_generation_that_another_kvd_withdraws_is_left(tmp_path: Path, clock: Clock) -> None:
+    store = open_store(tmp_path, clock)
+    [before] = publish_for(store, "", "a")
+    ((tmp_path / before.name).parents[1] / ".withdrawn").touch()
+
+    after = publish_for(store, "", *"bc")
+
+    assert [is_withdrawn(tmp_path, segment) for segment in after] == [False, False]

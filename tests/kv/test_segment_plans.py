@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefill_engine.kv.segment_collect import Generation, StoredSegment, choose_hot, plan_withdrawal
-from prefill_engine.kv.segment_paths import SegmentPaths, generation_name, is_generation
+from prefill_engine.kv.segment_paths import SegmentPaths, generation_name, is_generation, owner_of, owner_tag
 from prefill_engine.kv.segment_read import Strip, plan_strips
 from prefill_engine.kv.segments import BlockLocation, RecordRead
 from prefill_testing.blocks import make_key
@@ -75,6 +75,8 @@ def test_a_name_resolves_to_the_path_that_its_store_gave_it() -> None:
 
     assert name == f"kv/0001020304050607/000000003600-0000/ab/ab{'0' * 30}.seg"
     assert paths.resolve(name) == paths.path(name) == f"/mnt/store/{name}"
+    owned_name = paths.name("000000003600-0000-0123abcd", "ab" + "0" * 30)
+    assert paths.resolve(owned_name) == f"/mnt/store/{owned_name}"
 
 
 @given(text=st.text(alphabet="kv/.0ab-sg"))
@@ -113,9 +115,64 @@ OLD = [generation("3", 10), generation("1", 10), generation("2", 10)]
     ],
 )
 def test_withdrawal(generations: list[Generation], used: int, names: tuple[str, ...]) -> None:
-    plan = plan_withdrawal(generations, used_bytes=used, start_bytes=90, goal_bytes=80, protect_after=500)
+    plan = plan_withdrawal(
+        generations, used_bytes=used, start_bytes=90, goal_bytes=80, protect_after=500, share_bytes=1000
+    )
 
     assert plan == names
+
+
+BIG, SMALL = "00000b16", "00005311"
+
+
+def owned(start: int, owner: str, num_bytes: int = 10, *, newest: float = 0, is_withdrawn: bool = False) -> Generation:
+    name = generation_name(start, generation_seconds=1, part=0, owner=owner)
+    return generation(name, num_bytes, newest=newest, is_withdrawn=is_withdrawn)
+
+
+@pytest.mark.parametrize(
+    ("generations", "used", "starts"),
+    [
+        ([owned(1, SMALL), owned(2, BIG, 30), owned(3, BIG, 30), owned(4, BIG, 30)], 90, []),
+        ([owned(1, SMALL), owned(2, BIG, 15), owned(3, BIG, 15), owned(4, BIG, 15)], 91, [2]),
+        ([owned(1, SMALL), owned(2, BIG), owned(3, BIG), owned(4, BIG)], 109, [2, 1, 3]),
+        ([owned(1, ""), owned(2, SMALL), owned(3, "", 30)], 91, [1, 2]),
+        ([owned(1, SMALL), owned(2, BIG, 30, newest=501), owned(3, BIG, 10)], 91, [3, 1]),
+        ([owned(1, SMALL), owned(2, BIG, 30, newest=501)], 91, [1]),
+        ([owned(1, SMALL), owned(2, BIG, 30, is_withdrawn=True), owned(3, BIG)], 121, [1, 3]),
+        ([owned(1, SMALL, 25), owned(2, BIG, 5), owned(3, BIG, 26)], 91, [1]),
+        ([owned(2, BIG, 21), owned(1, SMALL, 21), owned(3, "", 40)], 130, [1, 2, 3]),
+    ],
+    ids=[
+        "nobody_below_the_watermark",
+        "above_its_share_before_older_ones",
+        "down_to_its_share_then_the_oldest",
+        "nobodys_are_above_no_share",
+        "young_ones_stay_and_count",
+        "young_ones_stay_whoever_pays",
+        "withdrawn_ones_do_not_count",
+        "two_above_the_oldest_first",
+        "above_shares_by_age_then_the_rest",
+    ],
+)
+def test_withdrawal_with_shares(generations: list[Generation], used: int, starts: list[int]) -> None:
+    """Each tenant's share is 20 bytes; a generation is named by its start."""
+    plan = plan_withdrawal(
+        generations, used_bytes=used, start_bytes=90, goal_bytes=80, protect_after=500, share_bytes=20
+    )
+
+    assert [int(name.split("-")[0]) for name in plan] == starts
+
+
+def test_owner_stands_in_a_generations_name_as_a_hash_of_this_store() -> None:
+    tag = owner_tag("acme-corp", store_id="a" * 32)
+    name = generation_name(7200, generation_seconds=3600, part=3, owner=tag)
+
+    assert is_generation(name)
+    assert (owner_of(name), owner_of("000000007200-0003")) == (tag, "")
+    assert "acme" not in name
+    assert len({tag, owner_tag("acme-corp", store_id="b" * 32), owner_tag("acme", store_id="a" * 32)}) == 3
+    assert not any(map(is_generation, (f"{name}-{tag}", name[:-1], "000000007200-0003-", "000000007200-0003-acmecorp")))
 
 
 def segment(name: str, num_bytes: int = 10) -> StoredSegment:

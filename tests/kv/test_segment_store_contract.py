@@ -96,6 +96,21 @@ def test_group_major_finishes_a_group_of_all_records_before_the_next(medium: Med
         assert reading.events == [(index, NUM_GROUPS) for index in range(5)]
 
 
+def test_job_that_becomes_urgent_goes_on_by_groups_with_records_not_begun(medium: Medium) -> None:
+    """kv.md 6.2 b: the first segment has been read whole when a step begins to wait."""
+    wanted = locations(publish(medium, *"ab"), publish(medium, *"cd"), publish(medium, *"e"))
+    told: list[bool] = []
+    reading = Reading(wanted, is_urgent=lambda: len(reading.events) >= 2 and not told.append(True))
+
+    medium.open(read_threads=1).read(reading.job)
+
+    rest = [(index, NUM_GROUPS) for index in (2, 3, 4)]
+    if medium.can_turn:
+        rest = [(index, group + 1) for group in range(NUM_GROUPS) for index in (2, 3, 4)]
+    assert reading.events == [(0, NUM_GROUPS), (1, NUM_GROUPS), *rest]
+    assert bool(told) == medium.can_turn
+
+
 def test_record_major_finishes_records_in_chain_order(medium: Medium) -> None:
     wanted = locations(publish(medium, *"abc"), publish(medium, *"de"))
 

@@ -1,6 +1,7 @@
 """Hits of the Keeper: from its pool, from a store that fails on demand, shared, cut and cancelled."""
 
 import asyncio
+import dataclasses
 import threading
 from pathlib import Path
 
@@ -67,6 +68,31 @@ def test_waiting_step_gets_its_first_groups_first(tmp_path: Path) -> None:
             await until(lambda answer=answer: rig.row(answer).ready[0] == 2)
             rig.keeper.close([answer.lease_id])
         assert rig.store.group_major == [False, True]
+
+    run(test, tmp_path)
+
+
+def test_lease_that_a_step_waits_for_has_its_reads_urged_and_no_others(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        keys, others = chain("a", 3), chain("b", 3)
+        await rig.directory.publish_segments("fake", [rig.store.put(keys), rig.store.put(others)])
+        rig.store.hang = threading.Event()
+        mine, other = await rig.open(keys), await rig.open(others)
+        await until(lambda: len(rig.store.jobs) == 2)
+        first_mine = rig.store.jobs[0].reads[0].key in keys
+        job, other_job = rig.store.jobs if first_mine else reversed(rig.store.jobs)
+        session = rig.keeper.sessions.find(OWNER)
+        assert session is not None
+
+        rig.keeper.urge(dataclasses.replace(session, owner_epoch=OWNER + 1), [mine.lease_id])
+        rig.keeper.urge(session, [12345])
+        assert not job.is_urgent()
+        rig.keeper.urge(session, [mine.lease_id])
+
+        assert (job.is_urgent(), other_job.is_urgent()) == (True, False)
+        rig.store.hang.set()
+        rig.keeper.close([mine.lease_id, other.lease_id])
+        await rig.assert_nothing_leaks()
 
     run(test, tmp_path)
 

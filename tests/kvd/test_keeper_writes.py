@@ -4,14 +4,17 @@ import asyncio
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prefill_engine.kv.segments import RecordWrite, SegmentInfo
 from prefill_engine.kvd.commits import SlotKey
 from prefill_engine.kvd.mailbox import Mailbox
-from prefill_plan.block_keys import snapshot_key
+from prefill_engine.kvd.write_back import write_patience
+from prefill_plan.block_keys import BlockKey, snapshot_key
 from prefill_plan.errors import CapacityError
 from prefill_testing.keeper_rig import OWNER, Rig, run, until
 from prefill_testing.kvd_fakes import GEOMETRY, chain, make_record, make_snapshot
@@ -33,11 +36,20 @@ def test_full_store_keeps_blocks_in_the_pool_and_says_why(tmp_path: Path) -> Non
     run(test, tmp_path)
 
 
+def test_segments_are_their_tenants(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        await rig.save(chain("a", 4), tenant="acme")
+        await rig.save(chain("b", 4))
+        assert rig.store.tenants == ["acme", ""]
+
+    run(test, tmp_path)
+
+
 def test_write_back_survives_a_store_that_breaks_its_promise(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
         publish = rig.store.publish
 
-        def fail_once(records: Sequence[RecordWrite]) -> SegmentInfo:
+        def fail_once(records: Sequence[RecordWrite], *, tenant: str = "") -> SegmentInfo:
             rig.store.publish = publish  # type: ignore[method-assign]
             raise RuntimeError("no such promise")
 
@@ -127,6 +139,91 @@ def test_draining_kvd_reserves_nothing_more(tmp_path: Path) -> None:
         assert (await saving).stored_blocks == 3
 
     run(test, tmp_path)
+
+
+@dataclass(kw_only=True)
+class BusyStore:
+    """Of a Rig: its reads hang until `hang` is set; writes do not, and note how many records had been read before them."""
+
+    keys: list[BlockKey]
+    hang: threading.Event
+    read_before: list[int]
+
+
+async def make_busy(rig: Rig) -> BusyStore:
+    busy = BusyStore(keys=chain("stored", 3), hang=threading.Event(), read_before=[])
+    await rig.directory.publish_segments("fake", [rig.store.put(busy.keys)])
+    rig.store.hang = busy.hang
+
+    def publish(records: Sequence[RecordWrite], *, tenant: str = "") -> SegmentInfo:
+        busy.read_before.append(rig.store.num_reads)
+        return rig.store.put([record.key for record in records])
+
+    rig.store.publish = publish  # type: ignore[method-assign]
+    return busy
+
+
+async def start_save(rig: Rig) -> "asyncio.Task[Any]":
+    """A save that has come to the write queue, and got every chance to be written."""
+    saving = asyncio.create_task(rig.save(chain("new", 4)))
+    await until(lambda: rig.metric("writeback_queue_bytes") > 0)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    return saving
+
+
+def test_segment_waits_for_reads_that_somebody_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rig: Rig) -> None:
+        busy = await make_busy(rig)
+        answer = await rig.open(busy.keys)
+        saving = await start_save(rig)
+        assert busy.read_before == []
+        busy.hang.set()
+        async with asyncio.timeout(20):
+            assert (await saving).stored_blocks == 4
+        assert busy.read_before == [3]
+        rig.keeper.close([answer.lease_id])
+        await rig.assert_nothing_leaks()
+
+    monkeypatch.setattr("prefill_engine.kvd.write_back.PATIENCE_SECONDS", 3600.0)
+    run(test, tmp_path)
+
+
+def test_segment_does_not_wait_for_reads_that_nobody_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rig: Rig) -> None:
+        busy = await make_busy(rig)
+        answer = await rig.open(busy.keys)
+        saving = await start_save(rig)
+        rig.keeper.close([answer.lease_id])
+        async with asyncio.timeout(20):
+            assert (await saving).stored_blocks == 4
+        assert busy.read_before == [0]
+        busy.hang.set()
+        await rig.assert_nothing_leaks()
+
+    monkeypatch.setattr("prefill_engine.kvd.write_back.PATIENCE_SECONDS", 3600.0)
+    run(test, tmp_path)
+
+
+def test_reads_without_end_do_not_keep_segments_from_being_written(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        busy = await make_busy(rig)
+        answer = await rig.open(busy.keys)
+        async with asyncio.timeout(20):
+            assert (await rig.save(chain("new", 4))).stored_blocks == 4
+        assert busy.read_before == [0]
+        busy.hang.set()
+        rig.keeper.close([answer.lease_id])
+        await rig.assert_nothing_leaks()
+
+    run(test, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds"), [(0, 0.05), (5, 0.03), (10, 0.01), (12.5, 0.0), (100, 0.0)], ids=lambda value: str(value)
+)
+def test_fuller_queue_has_less_patience(num_bytes: int, seconds: float) -> None:
+    assert write_patience(num_bytes, 100, most_seconds=0.05) == pytest.approx(seconds)
 
 
 def test_without_a_store_the_pool_is_the_store(tmp_path: Path) -> None:

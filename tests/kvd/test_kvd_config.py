@@ -33,6 +33,7 @@ WRONG = [
     ("store.high_watermark", 1.01, "store.high_watermark = 1.01, expected 0.001 to 1"),
     ("store.low_watermark", 0.0, "store.low_watermark = 0.0, expected 0.001 to 1"),
     ("store.low_watermark", 0.90, "store.low_watermark = 0.9, expected less than store.high_watermark = 0.9"),
+    ("store.tenant_share", 0.0, "store.tenant_share = 0.0, expected 0.001 to 1"),
     ("pool_bytes", 0, "pool_bytes = 0, expected at least 1"),
     ("snapshot_bytes", 0, "snapshot_bytes = 0, expected at least 1"),
     ("snapshot_bytes", 1 << 30, "snapshot_bytes = 1073741824, expected less than pool_bytes = 1073741824"),

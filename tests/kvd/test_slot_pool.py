@@ -17,11 +17,12 @@ TENANTS = st.sampled_from(["a", "b", "c"])
 
 @dataclass
 class Truth:
-    """What a slot really is. content: key of the complete bytes in it."""
+    """What a slot really is. content: key of the complete bytes in it. tenant: who took it last."""
 
     holders: int = 0
     writers: int = 0
     content: bytes | None = None
+    tenant: str = ""
 
 
 @dataclass
@@ -57,7 +58,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         for slot in taken:
             truth = self.oracle.slots[slot]
             assert self.oracle.is_unused(slot), f"slot {slot} has two owners"
-            truth.holders, truth.content = 1, None
+            truth.holders, truth.content, truth.tenant = 1, None, tenant
         return taken
 
     @rule(target=reserved, num=st.integers(1, 3), tenant=TENANTS)
@@ -152,6 +153,11 @@ class SlotPoolMachine(RuleBasedStateMachine):
         assert {state: states.get(state, 0) for state in SlotState} == self.pool.counts()
 
     @invariant()
+    def names_are_those_of_tenants_with_slots(self) -> None:
+        used = [truth for slot, truth in self.oracle.slots.items() if self.pool.state(slot) is not SlotState.FREE]
+        assert self.pool.num_tenants == len({truth.tenant for truth in used})
+
+    @invariant()
     def each_key_has_one_slot(self) -> None:
         keys = [self.pool.key(slot) for slot in range(NUM_SLOTS)]
         for slot, key in enumerate(keys):
@@ -225,6 +231,30 @@ def test_tenant_above_its_share_loses_first(others: str, victim: str) -> None:
     fill(pool, keys_named(others), tenant="big")
     pool.take(1, tenant="big" if others else "small")
     assert pool.pop_evicted() == keys_named(victim)
+
+
+def test_tenants_without_slots_are_forgotten_and_their_places_given_to_others() -> None:
+    """share 0.5 of 4 slots = 2. A hundred names pass; then the shares of those that are there still hold."""
+    pool = SlotPool(4, share=0.5)
+    for number in range(100):
+        fill(pool, [bytes([number]) * 32], tenant=f"once-{number}")
+        assert pool.num_tenants <= 4
+    fill(pool, keys_named("w"), tenant="small")
+    fill(pool, keys_named("xyz"), tenant="big")
+    assert pool.num_tenants == 2
+    pool.pop_evicted()
+    pool.take(1, tenant="new")
+    assert pool.pop_evicted() == keys_named("x")
+
+
+def test_more_tenants_than_there_are_places_for_share_the_last_one() -> None:
+    pool = SlotPool(65_540, share=0.5)
+    slots = [pool.take(1, tenant=f"{number}")[0] for number in range(65_540)]
+    assert pool.num_tenants == 65_535
+    pool.unpin_all(slots)
+    assert (pool.num_tenants, pool.is_idle) == (0, True)
+    assert len(pool.take(65_540, tenant="a")) == 65_540
+    assert pool.num_tenants == 1
 
 
 def test_restarted_pool_offers_nothing_before_it_looked() -> None:

@@ -65,6 +65,7 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         self.call_ids: dict[int, int] = {}
         self.refuses = self.is_draining = False
         self.calls: list[str] = []
+        self.urged: list[int] = []
         self.leases: dict[int, int] = {}
         self.reservations: dict[int, tuple[list[int], list[int]]] = {}
         self.num_used = self.num_snapshots_used = 0
@@ -188,6 +189,8 @@ class FakeKvd(kv_pb2_grpc.KvdServicer):
         for request in requests:
             if request.WhichOneof("m") == "abandon":
                 self._abandon(request.abandon.call_ids)
+            elif request.WhichOneof("m") == "urge":
+                self.urged.extend(request.urge.lease_ids)
 
     def Open(self, request, context):
         self._meet("Open", context)

@@ -58,8 +58,9 @@ class Rig:
         assert record.lease_id == answer.lease_id
         return record
 
-    async def save(self, keys: list[BlockKey], *, snapshots: list[BlockKey] | None = None) -> Any:
-        reservation = self.keeper.reserve(OWNER, num_blocks=len(keys), num_snapshots=len(snapshots or ()), tenant="")
+    async def save(self, keys: list[BlockKey], *, snapshots: list[BlockKey] | None = None, tenant: str = "") -> Any:
+        num_snapshots = len(snapshots or ())
+        reservation = self.keeper.reserve(OWNER, num_blocks=len(keys), num_snapshots=num_snapshots, tenant=tenant)
         assert reservation is not None
         blocks = [SlotKey(slot=slot, key=key) for slot, key in zip(reservation.slots, keys, strict=False)]
         for index, one in enumerate(blocks):

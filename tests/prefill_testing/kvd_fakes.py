@@ -60,6 +60,8 @@ class FakeStore:
         self.damage: Callable[[BlockKey, bytearray], None] = lambda _key, _record: None
         self.num_reads = 0
         self.group_major: list[bool] = []
+        self.jobs: list[ReadJob] = []
+        self.tenants: list[str] = []
 
     def put(self, keys: Sequence[BlockKey], *, provenance: int = 0) -> SegmentInfo:
         records = [(key, make_record(key, index=index, provenance=provenance)) for index, key in enumerate(keys)]
@@ -67,6 +69,7 @@ class FakeStore:
 
     def read(self, job: ReadJob) -> None:
         self.group_major.append(job.group_major)
+        self.jobs.append(job)
         for index, read in enumerate(job.reads):
             if self.hang is not None:
                 self.hang.wait()
@@ -88,7 +91,8 @@ class FakeStore:
             )
             check_records(CODEC, one)
 
-    def publish(self, records: Sequence[RecordWrite]) -> SegmentInfo:
+    def publish(self, records: Sequence[RecordWrite], *, tenant: str = "") -> SegmentInfo:
+        self.tenants.append(tenant)
         if self.hang is not None:
             self.hang.wait()
         if self.fail_writes:

@@ -20,12 +20,14 @@ CONFIG = KvdStoreConfig(read_threads=3)
 
 @dataclass(frozen=True)
 class Medium:
-    """open: another store on the same files, as another kvd has it. is_grouped: reads pieces of records."""
+    """open: another store on the same files, as another kvd has it. is_grouped: reads pieces of records. can_turn: also when a
+    job becomes urgent on the way."""
 
     store: SegmentStore
     root: Path
     open: Callable[..., SegmentStore]
     is_grouped: bool
+    can_turn: bool
 
     def file(self, segment: SegmentInfo) -> Path:
         return self.root / segment.name
@@ -57,7 +59,13 @@ def open_medium(request: pytest.FixtureRequest) -> Iterator[Medium]:
                 stack.callback(store.close)
                 return store
 
-        yield Medium(store=open_store(), root=root, open=open_store, is_grouped=request.param != "direct")
+        yield Medium(
+            store=open_store(),
+            root=root,
+            open=open_store,
+            is_grouped=request.param != "direct",
+            can_turn=request.param not in ("direct", "usrbio"),
+        )
     if request.param == "usrbio":
         assert (fake.count("violations"), fake.count("rejected_fds")) == (0, 0)
         assert fake.count("registered") == fake.count("deregistered")

@@ -50,6 +50,7 @@ class Reading:
         *,
         group_major: bool = False,
         is_cancelled: Callable[[], bool] = lambda: False,
+        is_urgent: Callable[[], bool] = lambda: False,
     ) -> None:
         self._memory = mmap.mmap(-1, max(1, len(wanted)) * SHAPE.record_bytes)
         view = memoryview(self._memory)
@@ -70,6 +71,7 @@ class Reading:
             on_group=self._tell_group,
             on_bad=self._tell_bad,
             is_cancelled=is_cancelled,
+            is_urgent=is_urgent,
         )
 
     def _tell_group(self, index: int, groups: int) -> None:

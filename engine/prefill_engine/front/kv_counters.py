@@ -12,8 +12,8 @@ from prefill_engine.metrics import Metrics
 
 _US = 1e-6
 _MODES = ("exact", "pulling", "replay", "miss")
-_ENDINGS = ("whole", "short", "late", "lost", "given_up")
-_CUT_ENDINGS = ("short", "late", "lost")
+_ENDINGS = ("whole", "short", "late", "gone", "lost", "given_up")
+_CUT_ENDINGS = ("short", "late", "gone", "lost")
 _GROUP_SUM, _GROUP_COUNT, _STALL = "kv_group_ready_us_", "kv_group_ready_count_", "kv_swapin_stall_us_"
 
 

@@ -145,5 +145,3 @@ def check_vision(vision: VisionConfig, spec: ModelSpec) -> None:
     image_bytes = spec.vision.max_image_tokens * spec.hidden_size * VALUE_BYTES
     if vision.rows_bytes < image_bytes:
         raise ConfigError(f"vision.rows_bytes = {vision.rows_bytes}, expected at least one image of {image_bytes}")
-    if vision.image_seconds <= 0:
-        raise ConfigError(f"vision.image_seconds = {vision.image_seconds}, expected more than 0")

@@ -7,6 +7,7 @@ deletes. The trap: readers of 3FS do not keep a deleted file alive, so grace mus
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from prefill_engine.kv.file_operations import FileOperations
 from prefill_engine.kv.segment_counters import SegmentCounters
 from prefill_engine.kv.segment_data import FILE_MODE
-from prefill_engine.kv.segment_paths import MARKER_NAME, TEMP_NAME, SegmentPaths
+from prefill_engine.kv.segment_paths import MARKER_NAME, TEMP_NAME, SegmentPaths, owner_of
 from prefill_engine.kv.segment_scan import SegmentScan
 from prefill_engine.kv.segment_write import SegmentWriter
 from prefill_engine.kv.segments import SegmentInfo
@@ -35,6 +36,11 @@ class Generation:
     newest: float
     is_withdrawn: bool
 
+    @property
+    def owner(self) -> str:
+        """Tag of the tenant whose segments these are; "" = nobody's: written while tenants had no share."""
+        return owner_of(self.name)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSegment:
@@ -42,28 +48,47 @@ class StoredSegment:
     num_bytes: int
     newest: float
 
+    @property
+    def generation(self) -> str:
+        return self.name.split("/")[-3]
+
 
 def plan_withdrawal(
-    generations: Sequence[Generation], *, used_bytes: int, start_bytes: float, goal_bytes: float, protect_after: float
+    generations: Sequence[Generation],
+    *,
+    used_bytes: int,
+    start_bytes: float,
+    goal_bytes: float,
+    protect_after: float,
+    share_bytes: float,
 ) -> tuple[str, ...]:
-    """Generations to give up, oldest first: none below start_bytes, else until goal_bytes are left.
+    """Generations to give up, oldest first: none below start_bytes, else until goal_bytes are left. Those of tenants above their
+    share go before any other, down to the share.
 
     Args:
         generations: all of the layout, in any order.
         used_bytes: of the medium, or of the layout; withdrawn generations included.
         protect_after: a generation that was added to later than this stays (antirez/ds4#157: stored, then evicted at once).
+        share_bytes: of each tenant; young generations count to what it holds.
     """
     left = used_bytes - sum(generation.num_bytes for generation in generations if generation.is_withdrawn)
     if left <= start_bytes:
         return ()
-    names = []
-    for generation in sorted(generations, key=lambda generation: generation.name):
-        if left <= goal_bytes:
-            break
-        if generation.is_withdrawn or generation.newest > protect_after:
-            continue
-        names.append(generation.name)
-        left -= generation.num_bytes
+    held: Counter[str] = Counter()
+    for generation in generations:
+        held[generation.owner] += 0 if generation.is_withdrawn else generation.num_bytes
+    old = [one for one in generations if not one.is_withdrawn and one.newest <= protect_after]
+    old.sort(key=lambda generation: generation.name)
+    names: dict[str, None] = {}
+    for is_share_kept in (True, False):
+        for generation in old:
+            if left <= goal_bytes:
+                break
+            is_above = bool(generation.owner) and held[generation.owner] > share_bytes
+            if generation.name not in names and (is_above or not is_share_kept):
+                names[generation.name] = None
+                left -= generation.num_bytes
+                held[generation.owner] -= generation.num_bytes
     return tuple(names)
 
 
@@ -133,6 +158,7 @@ class SegmentCollector:
             start_bytes=self._config.high_watermark * capacity,
             goal_bytes=self._config.low_watermark * capacity,
             protect_after=now - self._config.grace_seconds,
+            share_bytes=self._config.tenant_share * capacity,
         )
         marked = [name for name, (generation, _) in generations.items() if generation.is_withdrawn]
         fresh = sorted(name for name in (*marked, *names) if name not in self._withdrawn)
@@ -234,7 +260,7 @@ class SegmentCollector:
         info = self._scan.read_info(segment.name)
         if info is None:
             return None
-        name = self._writer.keep(self._paths.path(segment.name))
+        name = self._writer.keep(self._paths.path(segment.name), owner=owner_of(segment.generation))
         if name is None:
             return None
         return SegmentInfo(name=name, layout_id=info.layout_id, keys=info.keys, num_bytes=info.num_bytes)
@@ -285,10 +311,10 @@ class SegmentCollector:
         part = self._part_bytes(capacity)
         room = max(0, capacity - used) if self._config.max_bytes else None
         self._writer.limit(part_bytes=part, room_bytes=room)
-        current = self._writer.current_generation()
         # Also what an earlier process or another kvd wrote there.
-        if current in generations and generations[current][0].num_bytes >= part:
-            self._writer.leave_generation(current)
+        for name in sorted(generations):
+            if generations[name][0].num_bytes >= part:
+                self._writer.leave_generation(name)
 
     def _part_bytes(self, capacity: int) -> int:
         """Half of what a collection frees."""

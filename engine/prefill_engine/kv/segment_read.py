@@ -101,11 +101,14 @@ class SegmentRead:
         form: SegmentForm,
         paths: SegmentPaths,
         counters: SegmentCounters,
+        can_turn: bool = False,
         call_help: Callable[[], None] = lambda: None,
     ) -> None:
-        """call_help: one more thread may work, because reads wait for the medium; asked for any number of times."""
+        """can_turn: the order of pieces may change while they are read. call_help: one more thread may work, because reads wait
+        for the medium; asked for any number of times."""
         self._job, self._data, self._codec, self._form, self._counters = job, data, codec, form, counters
         self._is_grouped = job.group_major and data.reads_pieces
+        self._can_turn = can_turn and data.reads_pieces
         self._ranges = tuple(codec.group_range(group) for group in range(codec.num_groups))
         # CRC32C that the groups of a read must have; None until its header has been verified.
         self._expected: list[tuple[int, ...] | None] = [None] * len(job.reads)
@@ -128,7 +131,8 @@ class SegmentRead:
         try:
             while (item := self._take()) is not None:
                 group, number, strip = item
-                if not self._is_grouped:
+                # A strip that was begun by groups has gaps, and its first groups are told.
+                if group == 0 and not self._reads_by_group():
                     self._read_records(strip)
                     continue
                 left = self._read_group(strip, group)
@@ -138,6 +142,10 @@ class SegmentRead:
         except BaseException:
             self._is_stopped = True
             raise
+
+    def _reads_by_group(self) -> bool:
+        """How a strip is read that is begun now."""
+        return self._is_grouped or (self._can_turn and self._job.is_urgent())
 
     def finish(self) -> None:
         """Closes what was opened."""

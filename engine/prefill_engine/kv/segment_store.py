@@ -22,7 +22,7 @@ from prefill_engine.kv.segment_counters import BadReason, SegmentCounters
 from prefill_engine.kv.segment_data import DIRECT_ALIGN, PosixData, SegmentData, address_of, write_file
 from prefill_engine.kv.segment_file import SegmentForm
 from prefill_engine.kv.segment_helpers import Helpers
-from prefill_engine.kv.segment_paths import SegmentPaths
+from prefill_engine.kv.segment_paths import SegmentPaths, owner_tag
 from prefill_engine.kv.segment_ranges import plan_ranges
 from prefill_engine.kv.segment_read import SegmentRead, plan_strips
 from prefill_engine.kv.segment_scan import SegmentScan
@@ -92,6 +92,7 @@ class FileSegmentStore:
             clock=clock,
             remove_tree=remove_tree,
         )
+        self._has_owners = config.tenant_share < 1
         # The caller of read is one of the threads; so a job makes progress even if all helpers work for others.
         self._num_helpers = max(0, config.read_threads - 1)
         # Bytes that lie in memory: more threads than cores, or than one for small pieces, only take the interpreter's lock from
@@ -119,7 +120,7 @@ class FileSegmentStore:
         finally:
             self._leave()
 
-    def publish(self, records: Sequence[RecordWrite]) -> SegmentInfo:
+    def publish(self, records: Sequence[RecordWrite], *, tenant: str = "") -> SegmentInfo:
         """As SegmentStore.
 
         Raises:
@@ -129,7 +130,8 @@ class FileSegmentStore:
         if not self._enter():
             raise StoreUnavailable("the segment store is closed")
         try:
-            return self._writer.publish(records)
+            owner = owner_tag(tenant, store_id=self.store_id) if self._has_owners else ""
+            return self._writer.publish(records, owner=owner)
         finally:
             self._leave()
 
@@ -188,6 +190,7 @@ class FileSegmentStore:
                 form=self._form,
                 paths=self._paths,
                 counters=self._counters,
+                can_turn=self._is_cached,  # what usrbio asks for ahead stands fixed
                 call_help=lambda: helpers.call(run.work),
             )
             for _ in range(at_once):

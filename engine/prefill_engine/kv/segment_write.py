@@ -1,6 +1,6 @@
 """Publishing of segments: temporary file, sync, name, sync of the directory (kv.md 3.3).
 
-Owner of the generation that new segments go to. Called by write threads. The trap: until `publish` returns nobody may be told
+Owner of the generations that new segments go to. Called by write threads. The trap: until `publish` returns nobody may be told
 of the segment; a name that a crash loses is one miss more, never a wrong byte.
 """
 
@@ -15,7 +15,7 @@ from prefill_engine.kv.file_operations import FileOperations
 from prefill_engine.kv.segment_counters import SegmentCounters
 from prefill_engine.kv.segment_data import SegmentData
 from prefill_engine.kv.segment_file import SegmentForm
-from prefill_engine.kv.segment_paths import TEMP_NAME, SegmentPaths, generation_name
+from prefill_engine.kv.segment_paths import MARKER_NAME, TEMP_NAME, SegmentPaths, generation_name, owner_of
 from prefill_engine.kv.segments import RecordWrite, SegmentInfo
 from prefill_plan.errors import StoreUnavailable
 
@@ -29,6 +29,7 @@ class _Current:
     """The part of a generation that is being filled."""
 
     generation: str = ""
+    part: int = 0
     num_bytes: int = 0
 
 
@@ -49,8 +50,8 @@ class SegmentWriter:
         self._paths, self._form, self._data, self._files, self._counters = paths, form, data, files, counters
         self._generation_seconds, self._clock = generation_seconds, clock
         self._lock = threading.Lock()
-        self._current = _Current()
-        self._part = 0
+        self._currents: dict[str, _Current] = {}  # by owner
+        self._next_part = 0  # of all owners, so that names tell whose part began first
         self._part_bytes: int | None = None
         self._room: int | None = None
 
@@ -59,26 +60,30 @@ class SegmentWriter:
         until the next collection; None = whatever the medium takes."""
         with self._lock:
             self._part_bytes, self._room = part_bytes, room_bytes
-
-    def current_generation(self) -> str:
-        """That of the next segment."""
-        with self._lock:
-            return self._choose(0)
+            for owner, current in list(self._currents.items()):
+                if current.generation != self._name(owner, current.part):  # its time is over
+                    del self._currents[owner]
 
     def leave_generation(self, generation: str) -> None:
-        """Nothing more goes there: somebody is about to delete it."""
+        """Nothing more goes there: it is full, or somebody is about to delete it."""
+        owner = owner_of(generation)
         with self._lock:
-            if self._choose(0) == generation:
-                self._part += 1
+            bucket, part, *_ = generation.split("-")
+            if self._name("", 0).startswith(bucket):  # an earlier kvd's, whose parts this one has not counted
+                self._next_part = max(self._next_part, int(part) + 1)
+            current = self._choose(0, owner)
+            if current.generation == generation:
+                self._start(owner)
 
-    def publish(self, records: Sequence[RecordWrite]) -> SegmentInfo:
-        """As SegmentStore."""
+    def publish(self, records: Sequence[RecordWrite], *, owner: str) -> SegmentInfo:
+        """As SegmentStore. owner: tag of the tenant whose generation it goes to; "" = nobody's."""
         keys = tuple(record.key for record in records)
         buffers: list[bytes | memoryview] = [self._form.encode_header(keys), *(record.record for record in records)]
         num_bytes = self._form.file_bytes(len(records))
         if any(memoryview(record.record).nbytes != self._form.record_bytes for record in records):
             raise ValueError(f"a record to publish has another size: expected {self._form.record_bytes} bytes")
-        generation = self._reserve(num_bytes)
+        self._leave_withdrawn(owner)
+        generation = self._reserve(num_bytes, owner)
         file_id = os.urandom(16).hex()
         name = self._paths.name(generation, file_id)
         temp = f"{self._paths.generation(generation)}/{TEMP_NAME}/{file_id}"
@@ -92,9 +97,9 @@ class SegmentWriter:
         self._counters.add("bytes_written", num_bytes)
         return SegmentInfo(name=name, layout_id=self._form.layout_id, keys=keys, num_bytes=num_bytes)
 
-    def keep(self, source: str) -> str | None:
-        """A second name in the current generation for a segment of an old one; None if the medium refuses links."""
-        generation = self.current_generation()
+    def keep(self, source: str, *, owner: str) -> str | None:
+        """A second name in the owner's current generation for a segment of an old one; None if the medium refuses links."""
+        generation = self._leave_withdrawn(owner)
         file_id = os.urandom(16).hex()
         name = self._paths.name(generation, file_id)
         target = self._paths.path(name)
@@ -110,19 +115,35 @@ class SegmentWriter:
             return None
         return name
 
-    def _choose(self, num_bytes: int) -> str:
-        """Generation for so many bytes more; with the lock held."""
-        generation = generation_name(self._clock(), generation_seconds=self._generation_seconds, part=self._part)
-        current = self._current
-        is_grown = self._part_bytes is not None and current.num_bytes + num_bytes > self._part_bytes
-        if generation == current.generation and current.num_bytes and is_grown:
-            self._part += 1
-            generation = generation_name(self._clock(), generation_seconds=self._generation_seconds, part=self._part)
-        if generation != current.generation:
-            self._current = _Current(generation)
-        return generation
+    def _leave_withdrawn(self, owner: str) -> str:
+        """The owner's current generation, which no kvd of the store has withdrawn: its marker would be there."""
+        while True:
+            with self._lock:
+                generation = self._choose(0, owner).generation
+            try:
+                self._files.stat(f"{self._paths.generation(generation)}/{MARKER_NAME}")
+            except OSError:
+                return generation
+            self.leave_generation(generation)
 
-    def _reserve(self, num_bytes: int) -> str:
+    def _name(self, owner: str, part: int) -> str:
+        return generation_name(self._clock(), generation_seconds=self._generation_seconds, part=part, owner=owner)
+
+    def _choose(self, num_bytes: int, owner: str) -> _Current:
+        """Where so many bytes more of this owner go; with the lock held."""
+        current = self._currents.get(owner)
+        if current is None or current.generation != self._name(owner, current.part):
+            return self._start(owner)
+        is_grown = self._part_bytes is not None and current.num_bytes + num_bytes > self._part_bytes
+        return self._start(owner) if current.num_bytes and is_grown else current
+
+    def _start(self, owner: str) -> _Current:
+        """A new part; with the lock held."""
+        part, self._next_part = self._next_part, self._next_part + 1
+        self._currents[owner] = current = _Current(generation=self._name(owner, part), part=part)
+        return current
+
+    def _reserve(self, num_bytes: int, owner: str) -> str:
         """Raises StoreUnavailable where max_bytes leaves no room."""
         with self._lock:
             if self._room is not None and num_bytes > self._room:
@@ -133,11 +154,11 @@ class SegmentWriter:
                     f"collection; its blocks stay misses",
                     errno=errno.ENOSPC,
                 )
-            generation = self._choose(num_bytes)
-            self._current.num_bytes += num_bytes
+            current = self._choose(num_bytes, owner)
+            current.num_bytes += num_bytes
             if self._room is not None:
                 self._room -= num_bytes
-            return generation
+            return current.generation
 
     def _write_temp(self, generation: str, temp: str, buffers: Sequence[bytes | memoryview]) -> None:
         try:

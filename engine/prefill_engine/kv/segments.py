@@ -48,6 +48,7 @@ class ReadJob:
     on_group: (index of the read, groups verified so far, from the first).
     on_bad: (index of the read, reason: crc, key, layout, short, hole or io).
     is_cancelled: asked between pieces; after it says yes nothing more is written into targets once `read` has returned.
+    is_urgent: asked before each piece; once it says yes, records that have not been begun are read as if group_major.
     """
 
     reads: Sequence[RecordRead]
@@ -55,6 +56,7 @@ class ReadJob:
     on_group: Callable[[int, int], None]
     on_bad: Callable[[int, str], None]
     is_cancelled: Callable[[], bool]
+    is_urgent: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +77,9 @@ class SegmentStore(Protocol):
         """Returns when nothing of the job is in flight any more. Failures are told by on_bad, never raised."""
         ...
 
-    def publish(self, records: Sequence[RecordWrite]) -> SegmentInfo:
-        """Writes 1..32 records as one segment, durable before it has a name.
+    def publish(self, records: Sequence[RecordWrite], *, tenant: str = "") -> SegmentInfo:
+        """Writes 1..32 records as one segment, durable before it has a name. tenant: to whose share they count, where tenants
+        have one.
 
         Raises:
             StoreUnavailable: nothing was published.
@@ -93,9 +96,9 @@ class SegmentStore(Protocol):
         withdraw: Callable[[Sequence[str]], None],
         announce: Callable[[Sequence[SegmentInfo]], None] | None = None,
     ) -> int:
-        """One round of garbage collection: above the high watermark withdraws the oldest generations, and deletes what was
-        withdrawn a grace period ago. announce: told the new names of segments that are kept because they are read often; None =
-        none are kept. Returns the bytes deleted."""
+        """One round of garbage collection: above the high watermark withdraws the oldest generations, first of tenants above
+        their share, and deletes what was withdrawn a grace period ago. announce: told the new names of segments that are kept
+        because they are read often; None = none are kept. Returns the bytes deleted."""
         ...
 
     def counters(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import crc32c
@@ -45,6 +46,7 @@ class _Job:
     is_store: bool
     left: set[int]
     cancelled: threading.Event
+    urgent: threading.Event
     bad: list[int] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
     timer: asyncio.TimerHandle | None = None
@@ -71,11 +73,19 @@ class BlockReads:
         self._check_threads = check_threads
         self._done_reading = done_reading
         self._jobs: set[_Job] = set()
+        self._awaited: set[_Job] = set()  # of the store, and neither cancelled nor late
+        self._quiet = asyncio.Event()
+        self._quiet.set()
         self._in_flight: Counter[int] = Counter()
 
     @property
     def is_idle(self) -> bool:
         return not self._jobs
+
+    async def wait_quiet(self, seconds: float) -> None:
+        """Until nobody waits for a read of the store, or for so long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._quiet.wait(), seconds)
 
     def num_in_flight(self, owner: int) -> int:
         """Records that this session has in flight from the store."""
@@ -97,11 +107,14 @@ class BlockReads:
             is_store=read is not None,
             left=set(range(len(reads))),
             cancelled=threading.Event(),
+            urgent=threading.Event(),
             started=time.monotonic(),
         )
         self._jobs.add(job)
         if read is not None:
             self._in_flight[owner] += len(reads)
+            self._awaited.add(job)
+            self._quiet.clear()
         job.timer = asyncio.get_running_loop().call_later(limit_seconds, self._expire, job)
         records = [
             RecordRead(key=one.key, location=one.location, target=self._state.memory.record(one.slot)) for one in reads
@@ -113,10 +126,18 @@ class BlockReads:
             on_group=lambda index, groups: post(lambda: self._note_groups(job, index, groups)),
             on_bad=lambda index, reason: post(lambda: self._note_bad(job, index, reason)),
             is_cancelled=job.cancelled.is_set,
+            is_urgent=job.urgent.is_set,
         )
         work = read if read is not None else self._check
         threads = self._store_threads if read is not None else self._check_threads
         threads.submit(self._run, work, order, job)
+
+    def urge(self, slots: Sequence[int]) -> None:
+        """A step waits for what is read into these slots."""
+        wanted = set(slots)
+        for job in self._awaited:
+            if any(job.reads[index].slot in wanted for index in job.left):
+                job.urgent.set()
 
     def cancel_unwanted(self) -> None:
         """Stops reads that no lease waits for any more; who wants such a block from now on reads it again. Checks in place go on:
@@ -125,7 +146,7 @@ class BlockReads:
         for job in self._jobs:
             is_running = job.is_store and not job.cancelled.is_set()
             if is_running and not any(is_awaited(job.reads[index].slot) for index in job.left):
-                job.cancelled.set()
+                self._cancel(job)
                 for index in list(job.left):
                     self._give_up(job, index)
 
@@ -170,9 +191,15 @@ class BlockReads:
             job.bad.append(slot)
             self._state.leases.note_bad(slot)
 
+    def _cancel(self, job: _Job) -> None:
+        job.cancelled.set()
+        self._awaited.discard(job)
+        if not self._awaited:
+            self._quiet.set()
+
     def _expire(self, job: _Job) -> None:
         """The caller of Open waits no longer."""
-        job.cancelled.set()
+        self._cancel(job)
         job.reasons["late"] += len(job.left)
         for index in list(job.left):
             self._give_up(job, index)
@@ -188,6 +215,9 @@ class BlockReads:
         for slot in job.bad:
             self._state.blocks.settle(slot)
         self._jobs.discard(job)
+        self._awaited.discard(job)
+        if not self._awaited:
+            self._quiet.set()
         if not job.is_store:
             return
         self._in_flight[job.owner] -= len(job.reads)

@@ -103,7 +103,7 @@ class Commits:
         good = self._hold_blocks(blocks, bad_blocks)
         num_good = next((index for index in range(len(blocks)) if index in bad_blocks), len(blocks))
         failure = f"block {num_good} failed verification: {bad_blocks[num_good]}" if num_good < len(blocks) else ""
-        stored, store_failure = await self._store_blocks(good)
+        stored, store_failure = await self._store_blocks(good, tenant=reservation.tenant)
         if store_failure:
             return CommitResult(stored_blocks=min(stored, num_good), held_snapshots=held, failure=store_failure)
         return CommitResult(stored_blocks=num_good, held_snapshots=held, failure=failure)
@@ -172,7 +172,7 @@ class Commits:
                 good.append(SlotWrite(slot=one.slot, key=BlockKey(one.key)))
         return good
 
-    async def _store_blocks(self, writes: Sequence[SlotWrite]) -> tuple[int, str]:
+    async def _store_blocks(self, writes: Sequence[SlotWrite], *, tenant: str) -> tuple[int, str]:
         """Leading blocks that are in the store, and why not all."""
         state = self._state
         if not self._store.is_configured or not writes:
@@ -185,7 +185,7 @@ class Commits:
             state.blocks.unpin(one.slot)
         rest = writes[len(known) :]
         stored, failure = len(known), ""
-        for part in self._write_back.put(rest):
+        for part in self._write_back.put(rest, tenant=tenant):
             why = await part.done
             failure = failure or why
             if not failure:

@@ -208,6 +208,13 @@ class Keeper:
         if self._parts is not None:
             self._parts.ends.abandon(session, call_ids)
 
+    def urge(self, session: Session, lease_ids: Sequence[int]) -> None:
+        """A step of this rank waits for these leases of its own."""
+        for lease_id in lease_ids if self._parts is not None else ():
+            lease = self._laid_out.state.leases.find(lease_id)
+            if lease is not None and lease.owner_epoch == session.owner_epoch:
+                self._laid_out.reads.urge(lease.slots)
+
     async def drain(self, seconds: float) -> bool:
         """No new reservations; waits for the write-back. False = not all was written in time."""
         self.is_draining = True
@@ -285,6 +292,7 @@ class Keeper:
             state,
             self.store,
             self._directory,
+            reads=reads,
             metrics=metrics,
             threads=self._write_threads,
             max_bytes=config.write_queue_bytes,

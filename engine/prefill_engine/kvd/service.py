@@ -78,9 +78,13 @@ class KvdService(kv_pb2_grpc.KvdServicer):
             notices = asyncio.create_task(self._send_notices(context))
             try:
                 async for request in request_iterator:
-                    if request.WhichOneof("m") == "abandon":
-                        await _check_counts(context, call_ids=len(request.abandon.call_ids))
-                        self._keeper.abandon(session, request.abandon.call_ids)
+                    match request.WhichOneof("m"):
+                        case "abandon":
+                            await _check_counts(context, call_ids=len(request.abandon.call_ids))
+                            self._keeper.abandon(session, request.abandon.call_ids)
+                        case "urge":
+                            await _check_counts(context, lease_ids=len(request.urge.lease_ids))
+                            self._keeper.urge(session, request.urge.lease_ids)
             finally:
                 notices.cancel()
                 with suppress(asyncio.CancelledError, grpc.aio.UsageError, asyncio.InvalidStateError):

@@ -11,7 +11,9 @@ from enum import IntEnum
 from prefill_engine.kvd.open_plan import Source
 from prefill_engine.kvd.slot_order import SlotOrder
 
-_MAX_TENANTS = 1 << 16
+_MOST_TENANTS = 1 << 16
+_OTHERS = _MOST_TENANTS - 1
+"""Tenant index of all beyond so many."""
 
 
 class SlotState(IntEnum):
@@ -44,7 +46,9 @@ class SlotPool:
         self._counts = [num_slots, 0, 0, 0]
         self._num_evictable = 0  # VALID under a key, not pinned, nothing in flight
         self._order = SlotOrder(num_slots)  # those, and some that were since pinned: `_evict` skips them
-        self._tenants: dict[str, int] = {}
+        self._tenants: dict[str, int] = {}  # of those that hold slots, but for _OTHERS
+        self._tenant_names: dict[int, str] = {}
+        self._unused_tenants: list[int] = []
         self._tenant_of = array("H", [0]) * num_slots
         self._held: dict[int, int] = {}  # slots per tenant
         self._evicted: list[bytes] = []
@@ -53,6 +57,11 @@ class SlotPool:
     def num_takeable(self) -> int:
         """Slots that `take` could hand out now."""
         return len(self._free) + self._num_evictable
+
+    @property
+    def num_tenants(self) -> int:
+        """Names that are remembered: of tenants that hold a slot, pinned or not."""
+        return len(self._tenants)
 
     @property
     def is_idle(self) -> bool:
@@ -104,7 +113,6 @@ class SlotPool:
     def take(self, num: int, *, tenant: str = "") -> list[int]:
         """At most `num` slots, FILLING and pinned once; evicts the least recently used ones, first of tenants above their
         share. Keys that went are told by `pop_evicted`."""
-        tenant_index = self._tenants.setdefault(tenant, len(self._tenants) % _MAX_TENANTS)
         taken: list[int] = []
         while len(taken) < num:
             if not self._free and not self._evict():
@@ -112,6 +120,7 @@ class SlotPool:
             slot = self._free.pop()
             self._set_state(slot, SlotState.FILLING)
             self._pins[slot] = 1
+            tenant_index = self._tenant_index(tenant)  # after `_evict`, which may forget this very tenant
             self._tenant_of[slot] = tenant_index
             self._held[tenant_index] = self._held.get(tenant_index, 0) + 1
             taken.append(slot)
@@ -221,8 +230,7 @@ class SlotPool:
         for slot in range(self.num_slots):
             self._states[slot] = SlotState.QUARANTINED
             self._writers[slot] = 1
-            self._held[0] = self._held.get(0, 0) + 1
-        self._tenants.setdefault("", 0)
+        self._held[self._tenant_index("")] = self.num_slots
         self._counts = [0, 0, 0, self.num_slots]
 
     def recover(self, slot: int, key: bytes | None) -> None:
@@ -275,8 +283,27 @@ class SlotPool:
         self._order.discard(tenant, slot)
         self._held[tenant] -= 1
         if not self._held[tenant]:
-            del self._held[tenant]
+            self._forget_tenant(tenant)
         self._free.append(slot)
+
+    def _tenant_index(self, name: str) -> int:
+        """Of a tenant that is about to hold a slot."""
+        index = self._tenants.get(name)
+        if index is not None:
+            return index
+        index = self._unused_tenants.pop() if self._unused_tenants else len(self._tenants)
+        if index < _OTHERS:
+            self._tenants[name] = index
+            self._tenant_names[index] = name
+        return index
+
+    def _forget_tenant(self, index: int) -> None:
+        """It holds no slot any more."""
+        del self._held[index]
+        name = self._tenant_names.pop(index, None)
+        if name is not None:
+            del self._tenants[name]
+            self._unused_tenants.append(index)
 
     def _forget_key(self, slot: int) -> None:
         key = self._keys[slot]

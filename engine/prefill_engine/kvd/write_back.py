@@ -1,4 +1,4 @@
-"""Writes committed blocks to the store as segments, behind a queue bounded in bytes (kv.md 7.4).
+"""Writes committed blocks to the store as segments, behind a queue bounded in bytes; reads go first (kv.md 7.4).
 
 Called by the Keeper on its loop; one thread writes. The trap: a block is announced only after its segment has its name, and its
 slot stays pinned until then.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from prefill_engine.kv.directory import Directory
 from prefill_engine.kv.segments import MAX_RECORDS, RecordWrite, SegmentInfo
+from prefill_engine.kvd.block_reads import BlockReads
 from prefill_engine.kvd.kvd_metrics import KvdMetrics
 from prefill_engine.kvd.pool_state import PoolState
 from prefill_engine.kvd.store_link import StoreLink
@@ -22,6 +23,15 @@ from prefill_plan.block_keys import BlockKey
 from prefill_plan.errors import PrefillError
 
 logger = logging.getLogger(__name__)
+
+# Longest wait of a segment for reads: about as long as the read of a 100k prompt's hit takes from a disk.
+PATIENCE_SECONDS = 0.050
+
+
+def write_patience(num_bytes: int, max_bytes: int, *, most_seconds: float) -> float:
+    """How long the next segment may wait for reads. num_bytes: that wait or are written; the fuller the queue, the less, and
+    nothing from an eighth of max_bytes on: under reads without end the queue stays about so full, the rest is for bursts."""
+    return most_seconds * max(0.0, 1 - 8 * num_bytes / max_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +44,10 @@ class SlotWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Blocks of one file. done: "" once they are stored and announced, else why not."""
+    """Blocks of one file, all of one tenant. done: "" once they are stored and announced, else why not."""
 
     writes: Sequence[SlotWrite]
+    tenant: str
     done: "asyncio.Future[str]"
 
 
@@ -49,6 +60,7 @@ class WriteBack:
         store: StoreLink,
         directory: Directory,
         *,
+        reads: BlockReads,
         metrics: KvdMetrics,
         threads: Executor,
         max_bytes: int,
@@ -56,6 +68,7 @@ class WriteBack:
         self._state = state
         self._store = store
         self._directory = directory
+        self._reads = reads
         self._metrics = metrics
         self._threads = threads
         self._max_bytes = max_bytes
@@ -70,12 +83,12 @@ class WriteBack:
     def is_idle(self) -> bool:
         return self._idle.is_set()
 
-    def put(self, writes: Sequence[SlotWrite]) -> list[Segment]:
+    def put(self, writes: Sequence[SlotWrite], *, tenant: str) -> list[Segment]:
         """Queues blocks in chain order, cut into segments."""
         segments = []
         for start in range(0, len(writes), MAX_RECORDS):
             part = writes[start : start + MAX_RECORDS]
-            segment = Segment(writes=part, done=asyncio.get_running_loop().create_future())
+            segment = Segment(writes=part, tenant=tenant, done=asyncio.get_running_loop().create_future())
             segments.append(segment)
             num_bytes = len(part) * self._state.geometry.record_bytes
             if self._num_bytes + num_bytes > self._max_bytes:
@@ -107,7 +120,10 @@ class WriteBack:
     async def _work(self) -> None:
         while True:
             while self._queue:
-                await self._write(self._queue.popleft())
+                patience = write_patience(self._num_bytes, self._max_bytes, most_seconds=PATIENCE_SECONDS)
+                await self._reads.wait_quiet(patience)
+                if self._queue:  # stop() may have emptied it
+                    await self._write(self._queue.popleft())
             self._num_bytes = 0
             self._metrics.writeback_queue_bytes.set(0)
             self._idle.set()
@@ -124,7 +140,7 @@ class WriteBack:
             records = [RecordWrite(key=one.key, record=memory.record(one.slot)) for one in segment.writes]
             started = time.monotonic()
             loop = asyncio.get_running_loop()
-            publish: Callable[[], SegmentInfo] = lambda: store.publish(records)  # noqa: E731
+            publish: Callable[[], SegmentInfo] = lambda: store.publish(records, tenant=segment.tenant)  # noqa: E731
             try:
                 info = await loop.run_in_executor(self._threads, publish)
             except Exception as error:

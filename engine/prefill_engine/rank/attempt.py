@@ -69,6 +69,8 @@ class Attempt:
     """Write jobs the block source has not answered."""
     read_pending: bool = False
     """A look-up or load is with the block source."""
+    is_urged: bool = False
+    """Its source was told that nothing else is left to wait for."""
     poisoned: bool = False
     """A step waited for its hit in vain: it runs again only when the load is over (C18)."""
     blocks_to_store: int = 0

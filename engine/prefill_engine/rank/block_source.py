@@ -193,6 +193,10 @@ class BlockSource(Protocol):
         """Gates of a step in which these attempts still load; is_shared: it has other attempts, too."""
         ...
 
+    def urge(self, attempt_id: bytes) -> None:
+        """Nothing but this load is left to wait for: what an attempt can begin with should come first from now on."""
+        ...
+
     def let_go(self, attempt_id: bytes) -> None:
         """The attempt needs its look-up no more; a load in progress ends early. Repeating it is fine."""
         ...

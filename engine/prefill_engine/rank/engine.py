@@ -294,6 +294,13 @@ class RankEngine:
             else:
                 self._start_running(attempt)
 
+    def urge_loads(self) -> None:
+        """No step could run: attempts wait for their hits' first groups, and nothing else is to be done."""
+        for attempt in self.attempts.values():
+            if attempt.phase is AttemptPhase.LOADING and not (attempt.is_urged or attempt.poisoned):
+                attempt.is_urged = True
+                self._source.urge(attempt.attempt_id)
+
     def _start_running(self, attempt: Attempt) -> None:
         if attempt.phase is AttemptPhase.RUNNING:
             return  # since its first layer group was there

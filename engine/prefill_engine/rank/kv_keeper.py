@@ -198,6 +198,8 @@ class KvKeeper:
         hit_before = attempt.plan.hit_tokens
         if present * BLOCK_TOKENS < hit_before or not self.has_window(attempt):
             self.resolve(attempt, present_blocks=min(present, hit_before // BLOCK_TOKENS))
+            if attempt.plan.is_all_computed and not attempt.num_published:
+                self.resolve(attempt, present_blocks=0)  # what is left saves no row, and a replay is not exact
         hit_blocks = attempt.plan.hit_tokens // BLOCK_TOKENS
         first, end = attempt.num_published, min(hit_blocks, attempt.num_published + len(done.provenances))
         if first < end:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from prefill_engine.kv.pool_memory import NUM_LEASES, PoolGeometry
+from prefill_engine.kv.pool_memory import PoolGeometry
 from prefill_engine.kv.record import RecordCodec
 from prefill_engine.kv.snapshot_record import SnapshotCodec
 from prefill_engine.kv_cache import KvCache
@@ -31,10 +31,12 @@ from prefill_engine.rank.block_source import (
 )
 from prefill_engine.rank.cuda_gates import CudaGates
 from prefill_engine.rank.kvd_client import KvdClient, Link
+from prefill_engine.rank.kvd_hit import Hit, mode_of, read_answer
 from prefill_engine.rank.kvd_writer import KvdWriter
 from prefill_engine.rank.step_gate import CpuStepGate
 from prefill_engine.rank.swap_counters import SwapCounters
 from prefill_engine.rank.swap_in import LoadProgress, SwapIn, SwapJob
+from prefill_engine.rank.swap_limit import SwapLimits
 from prefill_engine.rpc import kv_pb2
 from prefill_engine.swa_pool import SwaSnapshot
 from prefill_plan.block_keys import snapshot_key
@@ -42,45 +44,26 @@ from prefill_plan.config import KvdLink
 from prefill_plan.kv_layout import BLOCK_TOKENS
 
 _IDLE_SECONDS = 3600.0
-_OUTLOOKS = {
-    kv_pb2.OpenResponse.HELD: SnapshotOutlook.HELD,
-    kv_pb2.OpenResponse.PULLING: SnapshotOutlook.PULLING,
-}
-
-
-@dataclass(slots=True, kw_only=True)
-class _Hit:
-    """What kvd holds for an attempt. slots: of blocks [resident, found)."""
-
-    link: Link
-    lease_id: int
-    row: int
-    resident: int
-    slots: tuple[int, ...]
-    outlook: SnapshotOutlook
-    is_loading: bool = False
-
-    @property
-    def found(self) -> int:
-        return self.resident + len(self.slots)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Ask:
-    """An Open that is under way. load: what to do with the answer (None: LookupDone). is_dropped: nobody waits any more."""
+    """An Open that is under way. load: what to do with the answer (None: LookupDone). is_dropped: nobody waits any more.
+    is_urged: of the load."""
 
     request: LookUp
     late_at: float
     load: Load | None = None
     progress: LoadProgress | None = None
     is_dropped: bool = False
+    is_urged: bool = False
 
 
 @dataclass(slots=True)
 class _Leases:
     """Of the link thread."""
 
-    hits: dict[bytes, _Hit] = field(default_factory=dict)
+    hits: dict[bytes, Hit] = field(default_factory=dict)
     asks: dict[bytes, _Ask] = field(default_factory=dict)
 
 
@@ -116,8 +99,8 @@ class KvdSource:
         self._swap_in = SwapIn(
             copier=movers.copier,
             codec=snapshots,
-            num_groups=len(layout.sources),
-            swap_in_seconds=settings.swap_in_seconds,
+            group_bytes=geometry.group_bytes,
+            limits=SwapLimits.of(settings, on_gpu=make_gates is not None),
             gate_seconds=settings.gate_seconds,
             post=self._post,
             on_end=lambda attempt_id: self._jobs.put(lambda: self._end_load(attempt_id)),
@@ -187,6 +170,10 @@ class KvdSource:
             is_shared=is_shared,
             counters=self._counters,
         )
+
+    def urge(self, attempt_id: bytes) -> None:
+        """As BlockSource."""
+        self._jobs.put(lambda: self._urge(attempt_id))
 
     def let_go(self, attempt_id: bytes) -> None:
         """As BlockSource."""
@@ -265,7 +252,7 @@ class KvdSource:
     def _take_answer(self, ask: _Ask, link: Link | None, answer: kv_pb2.OpenResponse | None) -> None:
         if self._leases.asks.get(ask.request.attempt_id) is ask:
             del self._leases.asks[ask.request.attempt_id]
-        hit = None if link is None or answer is None else _read_answer(answer, ask.request, link)
+        hit = None if link is None or answer is None else read_answer(answer, ask.request, link)
         if answer is not None and answer.shrunk_blocks:
             self._counters.add("kv_open_shrunk")
         if ask.is_dropped or hit is None:
@@ -275,17 +262,19 @@ class KvdSource:
         if not ask.is_dropped:
             self._answer(ask, hit)
 
-    def _answer(self, ask: _Ask, hit: _Hit | None) -> None:
+    def _answer(self, ask: _Ask, hit: Hit | None) -> None:
         attempt_id = ask.request.attempt_id
         if hit is not None:
             self._leases.hits[attempt_id] = hit
         if ask.load is not None and ask.progress is not None:
             self._begin(ask.load, ask.progress, hit)
+            if ask.is_urged:
+                self._urge(attempt_id)
             return
         present = len(hit.slots) if hit is not None else 0
         outlook = hit.outlook if hit is not None else SnapshotOutlook.NONE
         found = ask.request.resident_blocks + present
-        self._counters.add(f"kv_open_{_mode(found, outlook)}")
+        self._counters.add(f"kv_open_{mode_of(found, outlook)}")
         self._counters.add("kv_requested_tokens", len(ask.request.keys) * BLOCK_TOKENS)
         self._counters.add("kv_hit_tokens", found * BLOCK_TOKENS)
         due = time.monotonic() + self._settings.snapshot_seconds
@@ -307,7 +296,7 @@ class KvdSource:
         )
         self._ask(request, load=load, progress=progress)
 
-    def _begin(self, load: Load, progress: LoadProgress, hit: _Hit | None) -> None:
+    def _begin(self, load: Load, progress: LoadProgress, hit: Hit | None) -> None:
         if hit is None:
             self._swap_in.refuse(load.attempt_id, progress)
             return
@@ -339,6 +328,13 @@ class KvdSource:
             progress,
         )
 
+    def _urge(self, attempt_id: bytes) -> None:
+        hit = self._leases.hits.get(attempt_id)
+        if hit is not None and hit.is_loading:
+            hit.link.say(kv_pb2.SessionRequest(urge=kv_pb2.SessionUrge(lease_ids=[hit.lease_id])))
+        elif (ask := self._leases.asks.get(attempt_id)) is not None:
+            ask.is_urged = True
+
     def _end_load(self, attempt_id: bytes) -> None:
         hit = self._leases.hits.get(attempt_id)
         if hit is not None:
@@ -366,33 +362,3 @@ class KvdSource:
         if hit is not None and not hit.is_loading:
             del self._leases.hits[attempt_id]
             self.client.close([hit.lease_id])
-
-
-def _read_answer(answer: kv_pb2.OpenResponse, request: LookUp, link: Link) -> _Hit | None:
-    """The lease an answer speaks of; None: it holds nothing, or numbers are impossible."""
-    slots = tuple(answer.slots)
-    outlook = _OUTLOOKS.get(answer.snapshot, SnapshotOutlook.NONE)
-    is_possible = (
-        answer.lease_id != 0
-        and answer.lease_row < NUM_LEASES
-        and len(slots) == answer.found_blocks - request.resident_blocks
-        and answer.found_blocks <= len(request.keys)
-        and all(slot < link.pool.num_blocks for slot in slots)
-    )
-    if not is_possible:
-        return None
-    return _Hit(
-        link=link,
-        lease_id=answer.lease_id,
-        row=answer.lease_row,
-        resident=request.resident_blocks,
-        slots=slots,
-        outlook=outlook,
-    )
-
-
-def _mode(found: int, outlook: SnapshotOutlook) -> str:
-    """exact, pulling, replay or miss: label of pe_kv_open_total."""
-    if found == 0:
-        return "miss"
-    return {SnapshotOutlook.HELD: "exact", SnapshotOutlook.PULLING: "pulling"}.get(outlook, "replay")

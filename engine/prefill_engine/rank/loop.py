@@ -16,6 +16,7 @@ from prefill_engine.rank.kv_keeper import KvKeeper
 from prefill_engine.rank.lanes import Mailbox
 from prefill_engine.rank.load_report import build_load
 from prefill_engine.rank.planner import RankPlanner
+from prefill_engine.rank.read_server import ReadServer
 from prefill_engine.rank.stepper import Stepper
 from prefill_engine.scheduler import IDLE_STEP, StepDecision
 from prefill_plan.config import EngineConfig
@@ -39,6 +40,7 @@ class StepLoop:
         planner: RankPlanner,
         stepper: Stepper,
         source: BlockSource,
+        reads: ReadServer,
         exchange: Exchange,
     ) -> None:
         self._config = config
@@ -50,6 +52,7 @@ class StepLoop:
         self._planner = planner
         self._stepper = stepper
         self._source = source
+        self._reads = reads
         self._exchange = exchange
         self._num_steps = 0
         self._last_step_seconds = time.monotonic()
@@ -74,6 +77,8 @@ class StepLoop:
         self._check_store()
         self._admit()
         is_busy = self._step(before_step)
+        if not is_busy:
+            self._engine.urge_loads()
         if time.monotonic() - self._last_report_seconds >= _REPORT_SECONDS:
             self._report(None)
         return is_busy
@@ -149,6 +154,6 @@ class StepLoop:
                 step_counter=self._num_steps,
                 step=step,
                 store_ok=self._source.is_ok,
-                source_counters=self._source.counters(),
+                source_counters=self._source.counters() | self._reads.counters(),
             )
         )

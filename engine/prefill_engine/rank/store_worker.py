@@ -89,6 +89,9 @@ class StoreWorker:
         """As BlockSource: a hit is whole before its attempt runs."""
         return OpenGate()
 
+    def urge(self, attempt_id: bytes) -> None:
+        """As BlockSource; blocks are loaded whole here."""
+
     def let_go(self, attempt_id: bytes) -> None:
         """As BlockSource: look-ups hold nothing here."""
 

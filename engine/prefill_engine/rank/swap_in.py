@@ -8,7 +8,7 @@ passed the gate finds it.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from prefill_engine.kv.pool_memory import SNAPSHOT_HEADER_BYTES, LeaseState, SnapshotState
@@ -17,6 +17,7 @@ from prefill_engine.rank.block_copy import GroupCopier, matching_headers
 from prefill_engine.rank.block_source import Completion, GroupLoaded, LoadDone, SnapshotDone, guarded
 from prefill_engine.rank.kvd_client import Link
 from prefill_engine.rank.swap_counters import SwapCounters
+from prefill_engine.rank.swap_limit import Arrival, SwapLimits, add_arrival, awaited_bytes, limit_seconds
 from prefill_engine.rank.swap_plan import Copy, Ending, find_ending, next_copy, whole_groups
 from prefill_engine.swa_pool import SwaSnapshot
 from prefill_plan.block_keys import BlockKey
@@ -62,12 +63,15 @@ class LoadProgress:
 
 @dataclass(slots=True, kw_only=True)
 class _LoadState:
-    """Of the copy thread, but for is_wanted, which others clear."""
+    """Of the copy thread, but for is_wanted, which others clear. num_awaited: bytes that were not ready at the first look; None
+    before it. late_at: known then, too."""
 
     job: SwapJob
     shared: LoadProgress
     started: float
     copied: list[int]
+    num_awaited: int | None = None
+    late_at: float = 0.0
     num_bytes: int = 0
     provenances: list[int] = field(default_factory=list)
     wants_snapshot: bool = False
@@ -93,22 +97,24 @@ class SwapIn:
         *,
         copier: GroupCopier,
         codec: SnapshotCodec,
-        num_groups: int,
-        swap_in_seconds: float,
+        group_bytes: Sequence[int],
+        limits: SwapLimits,
         gate_seconds: float,
         post: Callable[[Completion], None],
         on_end: Callable[[bytes], None],
         is_up: Callable[[Link], bool],
         counters: SwapCounters,
     ) -> None:
-        """post: hands a result to the step thread. on_end: called with the attempt when a load names no slot any more.
-        is_up: whether kvd still answers in that session."""
+        """group_bytes: of a block, in layer order. post: hands a result to the step thread. on_end: called with the attempt when
+        a load names no slot any more. is_up: whether kvd still answers in that session."""
         self.changed = threading.Condition()
         self.counters = counters
         self._copier = copier
         self._codec = codec
-        self._num_groups = num_groups
-        self._swap_in_seconds = swap_in_seconds
+        self._group_bytes = tuple(group_bytes)
+        self._num_groups = len(self._group_bytes)
+        self._limits = limits
+        self._arrivals: tuple[Arrival, ...] = ()
         self._gate_seconds = gate_seconds
         self._post = post
         self._on_end = on_end
@@ -183,6 +189,9 @@ class SwapIn:
                 state.shared.progress = min(now, marks.progress)
                 self.changed.notify_all()
         limit = min(marks.limit, len(state.job.sources))
+        if state.num_awaited is None:
+            state.num_awaited = awaited_bytes(self._group_bytes, marks.ready, len(state.job.sources))
+            state.late_at = state.started + limit_seconds(self._limits, self._arrivals, num_bytes=state.num_awaited)
         copy = next_copy(
             tuple(state.copied), marks.ready, limit, at_most=_BLOCKS_PER_COPY, lone_groups=self._copier.lone_groups
         )
@@ -193,7 +202,7 @@ class SwapIn:
             state.job.num_blocks,
             limit,
             now=now,
-            late_at=state.started + self._swap_in_seconds,
+            late_at=state.late_at,
             is_kvd_gone=not self._is_up(state.job.link) and now - state.shared.progress > self._gate_seconds,
         )
         return ending is not None and self._finish(state, ending)
@@ -304,6 +313,11 @@ class SwapIn:
         job, now = state.job, time.monotonic()
         seconds = now - state.started
         self.counters.add_load(ending, num_bytes=state.num_bytes)
+        if ending in (Ending.WHOLE, Ending.LATE) and state.num_awaited:
+            missing = awaited_bytes(self._group_bytes, state.copied, len(job.sources))
+            num_come = max(0, state.num_awaited - missing)  # failed reads lower what can still come
+            arrival = Arrival(num_awaited=state.num_awaited, num_come=num_come, seconds=seconds)
+            self._arrivals = add_arrival(self._arrivals, arrival)
         if ending is Ending.WHOLE:
             self.counters.add_groups(range(state.shared.groups, self._num_groups), seconds)
         elif state.wants_snapshot:

@@ -23,7 +23,8 @@ class Ending(Enum):
 
     WHOLE = auto()
     SHORT = auto()  # a read failed: what comes before it is there
-    LATE = auto()  # swap_in_seconds have passed, or kvd is gone
+    LATE = auto()  # its limit has passed (swap_limit.py)
+    GONE = auto()  # no session with kvd, and nothing moves
     LOST = auto()  # the lease is not ours any more
     GIVEN_UP = auto()  # nobody wants it
 
@@ -62,9 +63,9 @@ def find_ending(
         return Ending.WHOLE
     if whole >= limit:
         return Ending.SHORT
-    if now >= late_at or is_kvd_gone:
-        return Ending.LATE
-    return None
+    if is_kvd_gone:
+        return Ending.GONE
+    return Ending.LATE if now >= late_at else None
 
 
 def whole_groups(copied: tuple[int, ...], num_blocks: int) -> int:

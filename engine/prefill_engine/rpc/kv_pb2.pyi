@@ -11,16 +11,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "attached", "beat", "abandon")
+    __slots__ = ("hello", "attached", "beat", "abandon", "urge")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     ABANDON_FIELD_NUMBER: _ClassVar[int]
+    URGE_FIELD_NUMBER: _ClassVar[int]
     hello: SessionHello
     attached: SessionAttached
     beat: SessionBeat
     abandon: SessionAbandon
-    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., beat: _Optional[_Union[SessionBeat, _Mapping]] = ..., abandon: _Optional[_Union[SessionAbandon, _Mapping]] = ...) -> None: ...
+    urge: SessionUrge
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., attached: _Optional[_Union[SessionAttached, _Mapping]] = ..., beat: _Optional[_Union[SessionBeat, _Mapping]] = ..., abandon: _Optional[_Union[SessionAbandon, _Mapping]] = ..., urge: _Optional[_Union[SessionUrge, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
     __slots__ = ("protocol", "engine_id", "rank", "owner_epoch", "geometry", "snapshot_bytes", "held_leases")
@@ -67,6 +69,12 @@ class SessionAbandon(_message.Message):
     CALL_IDS_FIELD_NUMBER: _ClassVar[int]
     call_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, call_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SessionUrge(_message.Message):
+    __slots__ = ("lease_ids",)
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("welcome", "ready", "notice")
