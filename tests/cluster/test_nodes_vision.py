@@ -122,11 +122,11 @@ def test_images_while_encoders_are_drained(pools: tuple[PoolView, PoolView], che
         eyes.change(replicas=2)
         eyes.wait_settled(2, seconds=SLOW)
         answered(10)
-        nodes = {pod["spec"]["nodeName"] for pod in eyes.live()}
-        assert nodes == {"node-1", "node-2"}, nodes
-        # Not the engine's: it would be drained as well, and send its prompts back.
-        (kept,) = {pod["spec"]["nodeName"] for pod in view.live()}
-        (victim,) = nodes - {kept}
+        # Not the engine's: it would be drained as well, and send its prompts back. A case before may have left a third node.
+        (engine,) = {pod["spec"]["nodeName"] for pod in view.live()}
+        victims = {pod["spec"]["nodeName"] for pod in eyes.live()} - {engine}
+        assert victims, "both encoders are beside the engine"
+        victim = min(victims)
         begin = time.monotonic()
         try:
             eyes.cluster.kubectl(
@@ -135,7 +135,7 @@ def test_images_while_encoders_are_drained(pools: tuple[PoolView, PoolView], che
             )  # fmt: skip
             figure(f"node drained in {time.monotonic() - begin:.0f} s")
             eyes.wait_settled(2, seconds=SLOW)
-            assert {pod["spec"]["nodeName"] for pod in eyes.live()} == {kept}
+            assert victim not in {pod["spec"]["nodeName"] for pod in eyes.live()}
             answered(10)
         finally:
             eyes.cluster.kubectl("uncordon", victim)
