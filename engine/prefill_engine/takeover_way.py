@@ -48,16 +48,13 @@ async def send_and_take_over(attempt: PrefillAttempt, way: TakeOverWay, *, endpo
         CallFailed, KvError: as takeover.follow and follow_push.
     """
     host = own_address(endpoint)
+    store, payload_bytes = _open_store(way) if way.mode == "store-only" else (None, 0)
     data = await _open_transport(way, host)
     if way.mode == "push":
         if data is None:
             raise ConfigError("gRPC cannot push; nothing was sent")
         async with DecodeSink(data, way.kv_format, engine_id="probe", host=host) as sink:
             return await follow_push(attempt, sink)
-    store: StoredBlocks | None = None
-    payload_bytes = 0
-    if way.mode == "store-only":
-        store, payload_bytes = _open_store(way)
     required = way.transport not in ("auto", "grpc")
     side = DecodeSide(transport=data, required=required, store=store, payload_bytes=payload_bytes)
     try:

@@ -115,7 +115,7 @@ class HandoffConfig(Struct):
     """True, with nixl: no RDMA device is an error at start, and UCX is left RDMA alone; never a silent fall-back to TCP."""
     staging_bytes: int = 1 << 26
     """With nixl: host memory per rank that pieces of hand-overs (1 MiB) are copied to for peers to read, and the same again for
-    pushes. Nothing else is registered. Where all of it is in use, peers read through gRPC. At least 1 MiB."""
+    pushes. Where all of it is in use, peers read through gRPC, and a push registers its own copy. At least 1 MiB."""
     tls: TlsConfig = TlsConfig()
     """Of that data transport, both ways: decode peers then need a certificate of the same authority. gRPC ports stay plain."""
     piece_seconds: float = 5.0

@@ -4,6 +4,7 @@ whose engine vanishes in mid-write."""
 import asyncio
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,7 @@ async def test_sink_gets_its_memory_back_from_an_engine_that_vanished_in_mid_wri
     attempt = common_pb2.AttemptKey(request_id="r", attempt=1, attempt_id=ATTEMPT)
     async with DecodeSink(sink_side, kv_format, engine_id="d") as sink:
         free = sink.grants.free_bytes
-        target = await sink.reserve(attempt, kv_tokens=300, ttl_seconds=0.5)
+        target = await sink.reserve(attempt, kv_tokens=300, ttl_seconds=600.0)
         assert target is not None
         region = next(part.region for part in target.regions if part.kind == 1)
         reservation = sink.grants.find(target.grant_id)
@@ -169,6 +170,7 @@ async def test_sink_gets_its_memory_back_from_an_engine_that_vanished_in_mid_wri
         push = engine.push(region.peer.endpoint, piece.key, data, deadline_seconds=30.0)
         pushing = asyncio.create_task(push)
         await until(lambda: fabric.under_way)
+        sink.grants.abandon(target.grant_id, writes_drained=False, now=time.monotonic())
         pushing.cancel()  # its connection ends, its WRITE does not
         await asyncio.gather(pushing, return_exceptions=True)
         await until(lambda: reservation.state is SinkState.QUARANTINED)

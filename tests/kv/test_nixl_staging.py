@@ -128,7 +128,7 @@ async def test_window_of_a_reader_that_vanished_is_used_again_only_after_the_age
     """Else that reader's READ, which nobody can stop, would bring it another hand-over's bytes."""
     async with scene(1) as made:
         made.fabric.hold = True
-        outcome, target = await made.pull(1, seconds=1.0)
+        outcome, target = await made.pull(1, seconds=5.0)
         assert (outcome.state, outcome.settled()) == (PullState.LATE, False)
         await made.relief()
         assert made.fabric.land() == 0, "a READ went on after its owner's agent was destroyed"
@@ -178,7 +178,7 @@ async def test_pushes_go_out_of_windows_that_come_back(what: str) -> None:
             target = bytearray(WINDOW)
             if what != "refused":
                 made.near.accept(key(number), memoryview(target), lambda: None)
-            seconds = 1.0 if what == "late" else LONG
+            seconds = 5.0 if what == "late" else LONG
             outcome = await made.far.push(endpoint, key(number), memoryview(thing(number)), deadline_seconds=seconds)
             expected = {"done": PullState.DONE, "refused": PullState.FAILED, "late": PullState.LATE}
             assert outcome.state is expected[what], outcome

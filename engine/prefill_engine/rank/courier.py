@@ -21,6 +21,7 @@ from prefill_engine.kv.transport.contract import Source, Transport
 from prefill_engine.messages import PushReport
 from prefill_engine.rank.payloads import Part
 from prefill_engine.rank.push import Push
+from prefill_plan.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +62,13 @@ class Courier:
         """Listens for peers; sets kind and port.
 
         Raises:
-            ConfigError: the port cannot be bound, or the transport not be had.
+            ConfigError: the port cannot be bound, or the transport not be had in time.
         """
         self._thread.start()
-        endpoint = self._ask(self._listen(find)).result(_START_SECONDS)
+        try:
+            endpoint = self._ask(self._listen(find)).result(_START_SECONDS)
+        except TimeoutError:
+            raise ConfigError(f"the data port's transport is not up after {_START_SECONDS:g} s") from None
         self.port = int(endpoint.rpartition(":")[2])
 
     def stop(self) -> None:

@@ -82,7 +82,8 @@ class NixlTransport:
         regions: Sequence[memoryview] = (),
         staging: StagingSize | None = None,
     ) -> None:
-        """staging: what is served and pushed is copied there, and nothing but that and the regions is registered for long.
+        """staging: what is served and pushed is copied there; beside that and the regions, a push that finds no window free
+        registers its own copy for as long as it takes.
 
         Raises ConfigError: require_rdma and UCX may choose something else, unusable TLS files.
         """
@@ -163,9 +164,9 @@ class NixlTransport:
 
     async def close_peer(self, endpoint: str) -> None:
         self._peers.close(endpoint)
-        if any(transfer.endpoint == endpoint for transfer in self._late):
+        if any(one.endpoint == endpoint and one.agent is self._agents.get(_READER) for one in self._late):
             await self._recycle(_READER)
-        if self._owner.has_stuck_grants:
+        if self._agents.get(_OWNER) in self._owner.stuck_agents:
             await self._recycle(_OWNER)
 
     async def close(self) -> None:
@@ -174,6 +175,8 @@ class NixlTransport:
         await self._listener.close()
         for role in list(self._agents):
             await self._recycle(role)
+        if self._relieving is not None:  # it may be destroying an agent
+            await asyncio.gather(self._relieving, return_exceptions=True)
         for task in list(self._watching):
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -213,7 +216,7 @@ class NixlTransport:
     async def _relieve(self) -> None:
         """Gets quarantined windows back, at a moment when no transfer of another peer is failed by it."""
         while (state := self._staging[_OWNER].state).quarantined:
-            if may_recycle(state):
+            if may_recycle(state) and _OWNER in self._agents:
                 await self._recycle(_OWNER)
             else:
                 await asyncio.sleep(_RELIEF_POLL_SECONDS)

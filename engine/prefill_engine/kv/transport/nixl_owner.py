@@ -47,19 +47,19 @@ class OwnerSide:
         self._staging = staging
         self._counters = counters
         self._on_quarantine = on_quarantine
-        self._stuck_grants: set[Grant] = set()
+        self._stuck_grants: dict[Grant, NixlAgent] = {}
         self._shown: dict[Window, NixlAgent] = {}
 
     @property
-    def has_stuck_grants(self) -> bool:
+    def stuck_agents(self) -> set[NixlAgent]:
         """Peers vanished while they wrote; their grants can't be revoked before the agent is destroyed."""
-        return bool(self._stuck_grants)
+        return set(self._stuck_grants.values())
 
     def agent_gone(self, agent: NixlAgent) -> None:
         """Nothing of this agent writes or is read any more."""
-        for grant in self._stuck_grants:
+        for grant in [one for one, other in self._stuck_grants.items() if other is agent]:
+            del self._stuck_grants[grant]
             self.grants.fail(grant)
-        self._stuck_grants.clear()
         if self._staging is not None:
             for window in self._staging.quarantined():
                 if self._shown.get(window) is agent:
@@ -80,6 +80,13 @@ class OwnerSide:
 
     async def _offer_copy(self, link: Link, question: Frame, staging: Staging) -> bool:
         """Shows a copy, so that the thing itself is released at once; the window is free when the peer's READ has ended."""
+        source = self.find(question.key)  # who knows no key gets no window either
+        if source is None:
+            return await self._say_absent(link, question)
+        length = len(source.view)
+        source.release()
+        if length != question.length:
+            return await refuse(link, question, Refusal.SIZE)
         patience = min(_WINDOW_SECONDS, question.patience_ms / 2e3 or _WINDOW_SECONDS)
         window = await staging.take(question.length, seconds=patience)
         if window is None:
@@ -148,15 +155,15 @@ class OwnerSide:
             if len(grant.target) != question.length:
                 self.grants.fail(grant)
                 return await refuse(link, question, Refusal.SIZE)
-            is_writing = len(grant.target) > 0
             agent = await self._agent()
+            is_writing = len(grant.target) > 0
             held = await self._place(link, question, grant.target, agent)
             await _read_settled(link, question)
             if is_writing:
                 await _await_note(agent, note_of(question))
         except BaseException:
-            if is_writing:
-                self._stuck_grants.add(grant)
+            if is_writing and not agent.gone.is_set():
+                self._stuck_grants[grant] = agent
             else:
                 self.grants.fail(grant)
             raise
