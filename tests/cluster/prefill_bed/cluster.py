@@ -25,6 +25,7 @@ CONTROL_PLANE = ("kube-apiserver", "etcd", "kube-controller-manager", "kube-sche
 CONTROLLERS = ("system:kube-controller-manager", "system:serviceaccount:kube-system:")
 ROLES_LOADING = timedelta(seconds=2)
 """How near to a refusal of a controller of Kubernetes a refusal says nothing about our roles."""
+DECISION = "authorization.k8s.io/decision"
 
 
 class BedError(Exception):
@@ -208,20 +209,23 @@ class Cluster:
     def refused(self, users: set[str], *, since: int) -> list[str]:
         """What these users had no right to, each once; a quota that refuses is another matter.
 
-        A server that has just started refuses its own controllers too, until it has read its roles: such moments do not count.
+        A server that has just started refuses everybody, until it has read its roles: what is allowed at another time does not
+        count, nor do moments in which its own controllers are refused.
         """
+        decided = [(entry, entry.get("annotations", {}).get(DECISION)) for entry in self.audit(since=since)]
+        allowed = {_request_of(entry) for entry, decision in decided if decision == "allow"}
         forbidden = [
             (datetime.fromisoformat(entry["stageTimestamp"]), entry)
-            for entry in self.audit(since=since)
-            if entry.get("annotations", {}).get("authorization.k8s.io/decision") == "forbid"
+            for entry, decision in decided
+            if decision == "forbid"
         ]
         blind = [at for at, entry in forbidden if entry["user"]["username"].startswith(CONTROLLERS)]
         found = {
-            f"{entry['user']['username']} {entry['verb']} {entry['requestURI'].partition('?')[0]}"
+            _request_of(entry)
             for at, entry in forbidden
             if entry["user"]["username"] in users and not any(abs(at - other) <= ROLES_LOADING for other in blind)
         }
-        return sorted(found)
+        return sorted(found - allowed)
 
     def writes(self, user: str, *, since: int) -> list[Json]:
         """Writes of one user, its Lease and events left out."""
@@ -272,6 +276,11 @@ class Cluster:
                     continue
                 texts.append(f"## {name}/{container['name']}{' (before)' if previous else ''}\n{text}")
         return "\n".join(texts)
+
+
+def _request_of(entry: Json) -> str:
+    """Who asked for what, from an entry of the audit log."""
+    return f"{entry['user']['username']} {entry['verb']} {entry['requestURI'].partition('?')[0]}"
 
 
 def _short(pool: Json) -> Json:
