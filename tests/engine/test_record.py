@@ -4,14 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefill_engine.kv.record import (
-    GROUP_CRCS_OFFSET,
-    HEADER_FIELDS,
-    RecordCodec,
-    RecordShape,
-    VerifyFailure,
-    decode_info,
-)
+from prefill_engine.kv.record import GROUP_CRCS_OFFSET, HEADER_FIELDS, RecordCodec, VerifyFailure, decode_info
 from prefill_engine.kv.store import StoredBlock
 from prefill_plan.block_keys import BlockKey
 from prefill_plan.config import RecordFormat
@@ -55,21 +48,6 @@ def test_header_bytes_are_those_of_the_format() -> None:
     assert list(struct.unpack(f"<{len(groups)}I", HEADER[64:crcs_end])) == [crc32c_by_bit(group) for group in groups]
     assert HEADER[crcs_end:-4] == bytes(len(HEADER) - 4 - crcs_end)
     assert struct.unpack("<I", HEADER[-4:]) == (crc32c_by_bit(HEADER[:-4]),)
-
-
-@given(groups=st.lists(st.binary(min_size=1, max_size=70), min_size=1, max_size=6))
-def test_checksum_of_a_payload_follows_from_those_of_its_groups(groups: list[bytes]) -> None:
-    payload = b"".join(groups)
-    codec = RecordCodec(
-        RecordShape(
-            layout_digest=bytes(32),
-            header_bytes=256,
-            payload_bytes=len(payload),
-            record_bytes=256 + len(payload),
-            group_bytes=tuple(len(group) for group in groups),
-        )
-    )
-    assert codec.payload_crc(tuple(crc32c_by_bit(group) for group in groups)) == crc32c_by_bit(payload)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ Header, little-endian, layout.header_bytes long (768 for FP4, 1,792 for FP8 of t
 import struct
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from itertools import accumulate
 from typing import Protocol
 
@@ -90,26 +89,6 @@ class RecordShape:
             record_bytes=layout.record_bytes,
             group_bytes=tuple(source.group_bytes for source in layout.sources),
         )
-
-
-_Table = tuple[list[int], list[int], list[int], list[int]]
-
-
-def _shift_table(num_bytes: int) -> _Table:
-    """By each byte of c = crc(a), lowest first, what it adds to crc(a + b) ^ crc(b) where b is num_bytes long (CRC32C).
-
-    The CRC of b begun with c is linear in the bits of c, but for a constant: that of b begun with 0.
-    """
-    tail = bytes(num_bytes)
-    constant = crc32c.crc32c(tail)
-    bits = [crc32c.crc32c(tail, 1 << bit) ^ constant for bit in range(32)]
-    rows = []
-    for first in range(0, 32, 8):
-        row = [0]
-        for bit in bits[first : first + 8]:
-            row += [value ^ bit for value in row]
-        rows.append(row)
-    return rows[0], rows[1], rows[2], rows[3]
 
 
 class RecordCodec:
@@ -195,7 +174,7 @@ class RecordCodec:
         expected = self.read_header(head, key=key)
         if isinstance(expected, VerifyFailure):
             return expected
-        return None if crc32c.crc32c(body) == self.payload_crc(expected) else VerifyFailure.CRC
+        return None if expected == self._group_crcs(body) else VerifyFailure.CRC
 
     def read_header(self, head: memoryview, *, key: BlockKey) -> tuple[int, ...] | VerifyFailure:
         """CRC32C that each group of the payload must have, from a header of header_bytes; or why it is not `key`'s header.
@@ -214,20 +193,6 @@ class RecordCodec:
         if record_key != key:
             return VerifyFailure.KEY
         return tuple(group_crcs)
-
-    def payload_crc(self, group_crcs: tuple[int, ...]) -> int:
-        """CRC32C that a whole payload must have, from those of its groups: one long check lets other threads run, short ones
-        (below 32 KiB) do not."""
-        whole = group_crcs[-1]
-        for crc, (low, second, third, high) in zip(group_crcs, self._tails, strict=False):
-            whole ^= low[crc & 255] ^ second[crc >> 8 & 255] ^ third[crc >> 16 & 255] ^ high[crc >> 24]
-        return whole
-
-    @cached_property
-    def _tails(self) -> tuple["_Table", ...]:
-        """Per group but the last: what its CRC becomes by all bytes after it."""
-        end = self.shape.payload_bytes
-        return tuple(_shift_table(end - group_end) for _, group_end in self._groups[:-1])
 
     def _group_crcs(self, payload: memoryview) -> tuple[int, ...]:
         return tuple(crc32c.crc32c(payload[start:end]) for start, end in self._groups)

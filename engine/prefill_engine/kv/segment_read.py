@@ -241,11 +241,11 @@ class SegmentRead:
         if isinstance(expected, BadReason):
             return expected
         target = self._job.reads[index].target
-        if crc32c.crc32c(target[self._ranges[0][0] : self._ranges[-1][1]]) == self._codec.payload_crc(expected):
-            return None
-        parts = zip(self._ranges, expected, strict=True)
-        reasons = (_verify_part(target[start:end], crc) for (start, end), crc in parts)
-        return next((reason for reason in reasons if reason is not None), BadReason.CRC)
+        for (start, end), crc in zip(self._ranges, expected, strict=True):
+            reason = _verify_part(target[start:end], crc)
+            if reason is not None:
+                return reason
+        return None
 
     def _verify_piece(self, index: int, group: int) -> BadReason | None:
         """A group of a record whose earlier groups have passed; with the first, the header."""
