@@ -253,7 +253,9 @@ async def test_second_close_for_a_late_push_leaves_the_fresh_agent_alone(ends: E
             await until(lambda: ends.arrived == 1)
             pushing = await made.push_held(2)
             closing.append(asyncio.create_task(made.near.close_peer(endpoint)))
-            await asyncio.sleep(0)  # it has begun
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not closing[1].done(), "it settles what the first one has not settled yet"
         await asyncio.gather(*closing)
         made.fabric.land()
         outcome = await pushing

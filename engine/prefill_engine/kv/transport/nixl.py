@@ -94,7 +94,7 @@ class NixlTransport:
         self._regions = tuple(regions)
         self._tls = load_contexts(config.tls)
         self._agents: dict[str, NixlAgent] = {}
-        self._starting = asyncio.Lock()
+        self._starting, self._closing = asyncio.Lock(), asyncio.Lock()
         self._peers = Peers(context=self._tls.client if self._tls else None)
         self._late: set[_Transfer] = set()
         self._watching: set[asyncio.Task[None]] = set()
@@ -164,10 +164,11 @@ class NixlTransport:
 
     async def close_peer(self, endpoint: str) -> None:
         self._peers.close(endpoint)
-        if any(one.endpoint == endpoint and one.agent is self._agents.get(_READER) for one in self._late):
-            await self._recycle(_READER)
-        if self._agents.get(_OWNER) in self._owner.stuck_agents:
-            await self._recycle(_OWNER)
+        async with self._closing:  # an end under way may settle what this one is asked for
+            if any(one.endpoint == endpoint and one.agent is self._agents.get(_READER) for one in self._late):
+                await self._recycle(_READER)
+            if self._agents.get(_OWNER) in self._owner.stuck_agents:
+                await self._recycle(_OWNER)
 
     async def close(self) -> None:
         for endpoint in self._peers.endpoints():
