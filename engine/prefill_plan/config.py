@@ -163,7 +163,8 @@ class KvdLink(Struct):
     """Longest wait for a whole hit; then it is cut to what is there (serving.md 1.1)."""
     swap_in_min_seconds: float | None = None
     """A hit is cut earlier once this and 4 times what its bytes took lately are over, both together (docs/kv_sidecar.md). None:
-    0.05 on a GPU; on a CPU swap_in_seconds, since computing the blocks takes longer than waiting there, and a thread may not run for 100 ms."""
+    0.05 on a GPU; on a CPU swap_in_seconds, since computing the blocks takes longer than waiting there, and a thread may not run
+    for 100 ms."""
     snapshot_seconds: float = 0.025
     """Longest wait of a hit for a window snapshot that a peer sends; then its window is replayed. kvd gives its pull 20 ms
     (pull_deadline_seconds), and its word of the end takes a moment."""
