@@ -12,7 +12,18 @@ from prefill_engine.rank.read_server import ReadServer
 from prefill_plan.config import ReplayConfig
 from prefill_plan.errors import ConfigError, StoreUnavailable
 from prefill_testing.fake_kvd import FakeKvd
-from prefill_testing.kvd_rig import HIT, LONG, cold_bytes, computed_bytes, count, fill, kvd_config, run_whole, settle
+from prefill_testing.kvd_rig import (
+    HIT,
+    LONG,
+    cold_bytes,
+    computed_bytes,
+    count,
+    fill,
+    kvd_config,
+    resolve_and_lose_residents,
+    run_whole,
+    settle,
+)
 from prefill_testing.rank_harness import ListMailbox, RankHarness, make_submit, tiny_tokens
 
 
@@ -123,14 +134,9 @@ def test_cancel_in_every_phase_closes_the_lease(kvd: FakeKvd, phase: AttemptPhas
 def test_blocks_that_left_the_pool_while_waiting_are_asked_for_again(kvd: FakeKvd) -> None:
     rank = RankHarness(kvd_config(kvd.socket))
     run_whole(rank, make_submit(tiny_tokens(LONG), attempt=2))
-    slots = [rank.kv.states.allocate_state() for _ in range(4)]
     submit = make_submit(tiny_tokens(LONG), attempt=3)
-    rank.finish(submit, until=Resolved)
-    rank.kv.unpin(rank.attempt(submit))
-    taken = rank.kv.blocks.allocate(rank.kv.blocks.num_free)
-    rank.kv.blocks.release(taken)
-    for slot in slots:
-        rank.kv.states.release_state(slot)
+    let_go = resolve_and_lose_residents(rank, submit)
+    let_go()
     assert computed_bytes(rank, submit) == cold_bytes()
     assert rank.event(submit, Computed).cached_tokens == HIT
     settle(rank, submit)

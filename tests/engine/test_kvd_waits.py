@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefill_engine.messages import Computed, Release, Resolved
+from prefill_engine.messages import Computed, Release
 from prefill_testing.fake_kvd import FakeKvd
 from prefill_testing.kvd_process import wait_until
 from prefill_testing.kvd_rig import (
@@ -17,6 +17,7 @@ from prefill_testing.kvd_rig import (
     fill,
     kvd_config,
     replayed_bytes,
+    resolve_and_lose_residents,
     run_whole,
     settle,
 )
@@ -106,17 +107,12 @@ def test_loads_are_urged_by_turns_that_computed_nothing(kvd: FakeKvd, monkeypatc
 def test_load_that_asks_for_a_second_lease_is_urged_when_it_has_one(kvd: FakeKvd) -> None:
     rank = RankHarness(kvd_config(kvd.socket, open_seconds=600.0))
     run_whole(rank, make_submit(tiny_tokens(LONG), attempt=2))
-    slots = [rank.kv.states.allocate_state() for _ in range(4)]
     submit = make_submit(tiny_tokens(LONG), attempt=3)
-    rank.finish(submit, until=Resolved)
-    rank.kv.unpin(rank.attempt(submit))
-    taken = rank.kv.blocks.allocate(rank.kv.blocks.num_free)
-    rank.kv.blocks.release(taken)
+    let_go = resolve_and_lose_residents(rank, submit)
     urged = len(kvd.urged)
     kvd.held = dict.fromkeys(range(len(rank.cache.layout.sources)), 0)
     kvd.silent.add("Open")
-    for slot in slots:
-        rank.kv.states.release_state(slot)
+    let_go()
     rank.run_until(lambda: rank.attempt(submit).is_urged)
     kvd.silent.clear()
     rank.run_until(lambda: len(kvd.urged) > urged)

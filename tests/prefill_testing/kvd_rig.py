@@ -1,10 +1,11 @@
 """Ranks on a fake kvd, and what the tiny model hands over for one long prompt, with and without a cache."""
 
+from collections.abc import Callable
 from functools import cache
 
 import msgspec
 
-from prefill_engine.messages import Computed, ReadRange, Release, StoreProgress, Submit
+from prefill_engine.messages import Computed, ReadRange, Release, Resolved, StoreProgress, Submit
 from prefill_plan.config import EngineConfig, KvdLink
 from prefill_testing.fake_kvd import FakeKvd
 from prefill_testing.rank_harness import RankHarness, make_submit, tiny_engine_config, tiny_tokens
@@ -30,6 +31,22 @@ def settle(rank: RankHarness, submit: Submit) -> None:
     rank.run_until(lambda: any(isinstance(e, StoreProgress) and e.done for e in rank.events_of(submit)))
     rank.send(Release(attempt_id=submit.attempt_id))
     rank.run_until(lambda: rank.is_released(submit))
+
+
+def resolve_and_lose_residents(rank: RankHarness, submit: Submit) -> Callable[[], None]:
+    """Resolves an attempt that is held back for want of a state slot, and evicts its resident hit: its load will ask for a lease
+    of its own. Returns what lets it go on."""
+    slots = [rank.kv.states.allocate_state() for _ in range(4)]
+    rank.finish(submit, until=Resolved)
+    rank.kv.unpin(rank.attempt(submit))
+    taken = rank.kv.blocks.allocate(rank.kv.blocks.num_free)
+    rank.kv.blocks.release(taken)
+
+    def let_go() -> None:
+        for slot in slots:
+            rank.kv.states.release_state(slot)
+
+    return let_go
 
 
 def computed_bytes(rank: RankHarness, submit: Submit) -> dict[int, bytes]:

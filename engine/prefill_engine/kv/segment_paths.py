@@ -41,6 +41,14 @@ def owner_of(generation: str) -> str:
     return generation.split("-")[2] if generation.count("-") == 2 else ""
 
 
+def part_of(generation: str) -> int:
+    return int(generation.split("-")[1])
+
+
+def is_same_bucket(generation: str, other: str) -> bool:
+    return generation.split("-")[0] == other.split("-")[0]
+
+
 def is_generation(name: str) -> bool:
     return _GENERATION.fullmatch(name) is not None
 

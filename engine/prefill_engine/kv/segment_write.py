@@ -15,7 +15,15 @@ from prefill_engine.kv.file_operations import FileOperations
 from prefill_engine.kv.segment_counters import SegmentCounters
 from prefill_engine.kv.segment_data import SegmentData
 from prefill_engine.kv.segment_file import SegmentForm
-from prefill_engine.kv.segment_paths import MARKER_NAME, TEMP_NAME, SegmentPaths, generation_name, owner_of
+from prefill_engine.kv.segment_paths import (
+    MARKER_NAME,
+    TEMP_NAME,
+    SegmentPaths,
+    generation_name,
+    is_same_bucket,
+    owner_of,
+    part_of,
+)
 from prefill_engine.kv.segments import RecordWrite, SegmentInfo
 from prefill_plan.errors import StoreUnavailable
 
@@ -68,9 +76,10 @@ class SegmentWriter:
         """Nothing more goes there: it is full, or somebody is about to delete it."""
         owner = owner_of(generation)
         with self._lock:
-            bucket, part, *_ = generation.split("-")
-            if self._name("", 0).startswith(bucket):  # an earlier kvd's, whose parts this one has not counted
-                self._next_part = max(self._next_part, int(part) + 1)
+            if is_same_bucket(
+                generation, self._name(owner, 0)
+            ):  # maybe an earlier kvd's, whose parts this one has not counted
+                self._next_part = max(self._next_part, part_of(generation) + 1)
             current = self._choose(0, owner)
             if current.generation == generation:
                 self._start(owner)
