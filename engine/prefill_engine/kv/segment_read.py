@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 
 import crc32c
 
@@ -21,7 +22,7 @@ from prefill_engine.kv.segment_counters import BadReason, SegmentCounters
 from prefill_engine.kv.segment_data import HoleRead, SegmentReads
 from prefill_engine.kv.segment_file import SegmentForm
 from prefill_engine.kv.segment_paths import SegmentPaths
-from prefill_engine.kv.segments import ReadJob, RecordRead
+from prefill_engine.kv.segments import BlockLocation, ReadJob, RecordRead
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +42,26 @@ class Strip:
 
 
 def plan_strips(reads: Sequence[RecordRead], *, max_records: int) -> tuple[Strip, ...]:
-    """Cuts reads in chain order into strips that one system call can read, keeping the order."""
+    """Cuts reads in chain order into strips that one system call can read, keeping the order. A stretch of a segment that is
+    longer than max_records is cut evenly."""
     strips: list[Strip] = []
     start = 0
     for end in range(1, len(reads) + 1):
-        first = reads[start].location
-        if end < len(reads) and end - start < max_records:
-            location = reads[end].location
-            if location.segment == first.segment and location.record == first.record + end - start:
-                continue
-        strips.append(Strip(segment=first.segment, first_record=first.record, reads=tuple(range(start, end))))
+        if end < len(reads) and _is_next(reads[end - 1].location, reads[end].location):
+            continue
+        num_strips = -(-(end - start) // max_records)
+        bounds = [start + (end - start) * number // num_strips for number in range(num_strips + 1)]
+        for first, last in pairwise(bounds):
+            location = reads[first].location
+            strips.append(
+                Strip(segment=location.segment, first_record=location.record, reads=tuple(range(first, last)))
+            )
         start = end
     return tuple(strips)
+
+
+def _is_next(location: BlockLocation, other: BlockLocation) -> bool:
+    return other.record == location.record + 1 and other.segment == location.segment
 
 
 class _OpenSegment:
@@ -291,8 +300,9 @@ def _reason_of(error: OSError) -> BadReason:
 
 
 def _verify_part(part: memoryview, expected: int) -> BadReason | None:
-    # crc32c lets other threads run while it works on more than 32 KiB.
-    if crc32c.crc32c(part) == expected:
+    # Never gives the interpreter's lock away (by default it does from 32 KiB on): threads that pass it on for every few
+    # microseconds of work spend more time on waking each other.
+    if crc32c.crc32c(part, 0, 0) == expected:
         return None
     return BadReason.HOLE if _is_zero(part) else BadReason.CRC
 

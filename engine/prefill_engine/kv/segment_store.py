@@ -35,9 +35,10 @@ _DIRECTORY_MODE = 0o750
 _ID_NAME = "store-id"
 _ID_DIGITS = 32
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-# Buffered: the strip is still in the core's cache when its checksums are computed. Direct: what keeps the device busy.
-_BUFFERED_STRIP_BYTES = 512 << 10
-_DIRECT_STRIP_BYTES = 1 << 20
+# Long, because a thread that comes back from a strip waits for the interpreter's lock; yet in the core's cache when its checksums
+# are computed.
+_STRIP_BYTES = 3 << 19
+_LANE_STRIP_BYTES = 1 << 20  # what one buffer of usrbio takes
 
 
 class FileSegmentStore:
@@ -70,7 +71,7 @@ class FileSegmentStore:
             )
         self._data = data or PosixData(self._files, direct_io=config.direct_io)
         self.store_id = self._open_root(root)
-        strip_bytes = _BUFFERED_STRIP_BYTES if self._data.reads_pieces else _DIRECT_STRIP_BYTES
+        strip_bytes = _STRIP_BYTES if data is None else _LANE_STRIP_BYTES
         self._strip_records = max(1, strip_bytes // self._form.record_bytes)
         self._scan = SegmentScan(paths=self._paths, form=self._form, files=self._files, counters=self._counters)
         self._writer = SegmentWriter(
@@ -208,7 +209,7 @@ class FileSegmentStore:
         record_bytes = self._form.record_bytes
         for index, read in enumerate(reads):
             target = read.target
-            if target.nbytes != record_bytes or target.readonly or target.itemsize != 1:
+            if target.nbytes != record_bytes or target.readonly or target.format != "B":
                 raise ValueError(
                     f"target of read {index} has {target.nbytes} bytes, read-only {target.readonly}: expected {record_bytes} "
                     f"writable ones"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prefill_engine.kv.segment_data import HoleRead, address_of
+from prefill_engine.kv.segment_data import HoleRead, scatter, skip_bytes
 from prefill_engine.kv.usrbio_library import HOLE_STATUS, Iov, UsrbioLibrary, completion_error
 from prefill_engine.kv.usrbio_ring import Batch, RingIo, UsrbioRing
 
@@ -131,9 +131,10 @@ class Lane:
             num_bytes = min(wanted - done, self.piece_bytes)
             piece, got = fetch(Extent(handle=handle, offset=offset + done, num_bytes=num_bytes))
             try:
-                left = _scatter(piece.address, got, left)
+                scatter(piece.view[:got], left)
             finally:
                 self.give_back(piece)
+            left = skip_bytes(left, got)
             done += got
             if got < num_bytes:
                 break
@@ -165,17 +166,3 @@ class Lane:
             offset=extent.offset,
             num_bytes=extent.num_bytes,
         )
-
-
-def _scatter(address: int, num_bytes: int, targets: Sequence[memoryview]) -> list[memoryview]:
-    """Fills targets in order; what is left of them."""
-    left = list(targets)
-    while num_bytes:
-        length = min(num_bytes, left[0].nbytes)
-        # Not by slices: memmove through ctypes lets other threads run.
-        ctypes.memmove(address_of(left[0]), address, length)
-        address, num_bytes = address + length, num_bytes - length
-        left[0] = left[0][length:]
-        if not left[0].nbytes:
-            del left[0]
-    return left
