@@ -13,9 +13,13 @@ position.
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from prefill_engine.host_buffers import HostBuffers
+from prefill_engine.kv.huge_pages import advise
 from prefill_engine.kv.store import Buffer
 from prefill_plan.kv_layout import BlockLayout, StateLayout
 from prefill_plan.model_spec import ModelSpec
@@ -29,6 +33,9 @@ class _SourceViews:
     main: Tensor
     index_data: Tensor
     index_scales: Tensor
+
+
+_Bytes = npt.NDArray[np.uint8]
 
 
 class RingImages(Protocol):
@@ -66,8 +73,9 @@ class KvCache:
         self.state = state
         self._device = device
         self._images = images
+        self._buffers = HostBuffers()
         if raw_dtype is None:
-            self.blocks = torch.zeros(num_blocks, layout.stride_bytes, dtype=torch.uint8, device=device)
+            self.blocks = _zeros(num_blocks, layout.stride_bytes, dtype=torch.uint8, device=device)
             self._block_bytes = layout.payload_bytes
             self._sources = _record_views(self.blocks, layout)
             row_width, row_dtype = state.window_record_bytes, torch.uint8
@@ -75,7 +83,7 @@ class KvCache:
         else:
             row = spec.head_dim + spec.index_head_dim
             width = sum(source.entries for source in layout.sources) * row
-            self.blocks = torch.zeros(num_blocks, width, dtype=raw_dtype, device=device)
+            self.blocks = _zeros(num_blocks, width, dtype=raw_dtype, device=device)
             self._block_bytes = width * raw_dtype.itemsize
             self._sources = _raw_views(self.blocks, layout, head_dim=spec.head_dim, index_dim=spec.index_head_dim)
             row_width, row_dtype = spec.head_dim, raw_dtype
@@ -83,7 +91,7 @@ class KvCache:
         # What a tensor tells of itself costs microseconds, and a hand-over has hundreds of blocks.
         self._num_blocks = num_blocks
         self._bytes = self.blocks.view(torch.uint8).view(-1).numpy().data if device.type == "cpu" else None
-        self._rings = torch.zeros(
+        self._rings = _zeros(
             state.num_layers, num_state_slots, state.ring_rows, row_width, dtype=row_dtype, device=device
         )
         # Seen as bytes, rows of records and rows of raw floats move alike.
@@ -166,7 +174,8 @@ class KvCache:
         for views in self._sources.values():
             num_entries = num_tokens // views.ratio
             for pages in (views.main, views.index_data, views.index_scales):
-                pages[slot, num_entries:] = 0
+                # By numpy where it can be: torch takes 7 us for each of a dozen of these.
+                (pages.numpy() if self._bytes is not None else pages)[slot, num_entries:] = 0
 
     def take_snapshot(self, state_slot: int, position: int, *, first_valid: int) -> memoryview:
         """Encoder window KV before token `position`: ring images [encoder layers, snapshot_rows, row bytes] (kv.md
@@ -175,9 +184,9 @@ class KvCache:
         The ring must still hold the last snapshot_rows tokens before `position`. Rows of positions below
         `first_valid`, and below 0, are absent and zero. Waits for the device.
         """
-        image = torch.zeros(self.state.num_encoder_layers, self._image_bytes, dtype=torch.uint8)
-        self._copy_out(image, 0, state_slot, end=position, first=first_valid)
-        return image.view(-1).numpy().data
+        data = self._buffers.take(self.state.num_encoder_layers * self._image_bytes)
+        self._copy_out(data.reshape(-1, self._image_bytes), 0, state_slot, end=position, first=first_valid)
+        return data.data
 
     def restore_snapshot(self, state_slot: int, position: int, data: Buffer) -> None:
         """Writes a snapshot's rows into the state's rings; every other row keeps what it holds.
@@ -196,14 +205,17 @@ class KvCache:
         In the order of kv.md 1.5: encoder SWA, decoder SWA, draft SWA, compressor rings, zero padding. Absent rows are
         zero: encoder rows below `first_valid`, decoder and draft rows below `decoder_floor`. Waits for the device.
         """
-        out = torch.zeros(self._handover_bytes, dtype=torch.uint8)
-        rings, pairs = self._split(out)
-        num_encoder = self.state.num_encoder_layers
+        data = self._buffers.take(self._handover_bytes)
+        num_encoder, num_rings = self.state.num_encoder_layers, self._rings.shape[0] * self._image_bytes
+        rings, rest = data[:num_rings].reshape(-1, self._image_bytes), data[num_rings:]
         self._copy_out(rings[:num_encoder], 0, state_slot, end=num_tokens, first=first_valid)
         self._copy_out(rings[num_encoder:], num_encoder, state_slot, end=num_tokens, first=decoder_floor)
-        held = self._held_pairs(num_tokens)
-        pairs[:, held] = self._pairs_u8[:, state_slot].cpu()[:, held]
-        return out.numpy().data
+        held = self._pairs_u8[:, state_slot].cpu().numpy()
+        num_held = self._num_held_pairs(num_tokens)
+        pairs = rest[: held.size].reshape(held.shape)
+        pairs[:, :num_held], pairs[:, num_held:] = held[:, :num_held], 0
+        rest[held.size :] = 0
+        return data.data
 
     def import_state(self, state_slot: int, num_tokens: int, data: Buffer) -> None:
         """Counterpart of export_state; rows of no token of the hand-over keep what they hold.
@@ -213,8 +225,8 @@ class KvCache:
         """
         rings, pairs = self._split(_bytes_tensor(data, self._handover_bytes, what="hand-over state"))
         self._copy_in(rings, 0, state_slot, end=num_tokens)
-        held = self._held_pairs(num_tokens)
-        self._pairs_u8[:, state_slot, held] = pairs[:, held].to(self._device)
+        num_held = self._num_held_pairs(num_tokens)
+        self._pairs_u8[:, state_slot, :num_held] = pairs[:, :num_held].to(self._device)
 
     def clear_state(self, state_slot: int) -> None:
         """Zeroes rings and compressor state of one slot: a new attempt can never read its predecessor's rows."""
@@ -228,22 +240,28 @@ class KvCache:
         pairs = handover[num_rings : num_rings + num_pairs]
         return handover[:num_rings].view(-1, self._image_bytes), pairs.view(self._pairs_u8[:, 0].shape)
 
-    def _held_pairs(self, num_tokens: int) -> Tensor:
-        """Compressor-state rows that hold tokens of the sequence."""
-        rows = self.state.compress_state_rows
-        return torch.arange(max(0, num_tokens - rows), num_tokens) % rows
+    def _num_held_pairs(self, num_tokens: int) -> int:
+        """Leading compressor-state rows that hold tokens of the sequence: token p stands in row p % rows."""
+        return min(num_tokens, self.state.compress_state_rows)
 
-    def _copy_out(self, images: Tensor, first_layer: int, state_slot: int, *, end: int, first: int) -> None:
-        """Copies rows [first, end) of consecutive layers into ring images [layers, image bytes] on the host."""
-        rows = self.state.snapshot_rows
-        rings = self._rings_u8[first_layer : first_layer + len(images)]
+    def _copy_out(self, images: _Bytes, first_layer: int, state_slot: int, *, end: int, first: int) -> None:
+        """Copies rows [first, end) of consecutive layers into ring images [layers, image bytes] on the host; others are zero."""
+        rows, row_bytes = self.state.snapshot_rows, self._rings_u8.shape[-1]
+        layers = slice(first_layer, first_layer + len(images))
         if self._images is not None:
-            taken = torch.empty_like(images, device=self._device)
-            self._images.take_images(rings, state_slot, taken, image_rows=rows, end=end, first_valid=first)
-            images.copy_(taken)
+            taken = torch.empty(images.shape, dtype=torch.uint8, device=self._device)
+            self._images.take_images(
+                self._rings_u8[layers], state_slot, taken, image_rows=rows, end=end, first_valid=first
+            )
+            torch.from_numpy(images).copy_(taken)
             return
-        ring, image = rings[:, state_slot], self._image_rows(images)
         start = min(end, max(0, first, end - rows))
+        if end - start < rows:
+            images[:] = 0
+        images[:, rows * row_bytes :] = 0  # padding
+        # By numpy: torch takes half as long again for the same bytes.
+        ring = self._rings_u8[layers, state_slot].cpu().numpy()
+        image = images[:, : rows * row_bytes].reshape(len(images), rows, row_bytes, copy=False)
         for ring_row, image_row, length in ring_runs(start, end, ring_rows=self.state.ring_rows, image_rows=rows):
             image[:, image_row : image_row + length] = ring[:, ring_row : ring_row + length]
 
@@ -305,6 +323,14 @@ def _raw_views(blocks: Tensor, layout: BlockLayout, *, head_dim: int, index_dim:
         )
         offset = main_offset + source.entries * head_dim
     return views
+
+
+def _zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU in huge pages, where the kernel gives them: copies of whole blocks miss the TLB on every small one."""
+    memory = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        advise(memory.data_ptr(), memory.nbytes)
+    return memory.zero_()
 
 
 def _page(blocks: Tensor, offset: int, num_rows: int, width: int) -> Tensor:

@@ -38,6 +38,15 @@ def make_payloads(driver: StubDriver) -> DevicePayloads:
 
 
 # --- the copies
+def test_parts_are_a_sequence_whatever_the_number_of_slots() -> None:
+    parts = make_payloads(StubDriver()).parts((4, 2, 7))
+
+    assert (len(parts), len(parts[1:]), len(list(parts)), len(parts[-1])) == (3, 2, 3, PAYLOAD)
+    assert not make_payloads(StubDriver()).parts(())
+    with pytest.raises(IndexError):
+        parts[3]
+
+
 def test_part_is_copied_when_it_is_sliced_and_only_the_asked_bytes() -> None:
     driver = StubDriver()
     parts = make_payloads(driver).parts((3, 9))

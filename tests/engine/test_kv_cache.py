@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefill_engine.kv.segment_data import address_of
 from prefill_engine.kv_cache import KvCache
 from prefill_plan.config import RecordFormat
 from prefill_plan.kv_layout import BlockLayout, StateLayout, block_layout, state_layout
@@ -332,6 +333,27 @@ def test_handover_of_a_short_prompt_leaves_out_stale_compressor_rows() -> None:
     data = cache.export_state(0, 3, first_valid=0, decoder_floor=0)
 
     assert POISON not in data
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3, 40, 300])
+@pytest.mark.parametrize("raw_dtype", [None, torch.float32], ids=["records", "raw"])
+def test_copies_into_used_memory_hold_nothing_of_it(num_tokens: int, raw_dtype: torch.dtype | None) -> None:
+    cache = make_cache(tiny_spec(), raw_dtype=raw_dtype)
+    poison(cache)
+    fill_state(cache, 0, num_tokens)
+    copies = {
+        "snapshot": lambda: cache.take_snapshot(0, num_tokens, first_valid=num_tokens - 6),
+        "state": lambda: cache.export_state(0, num_tokens, first_valid=0, decoder_floor=num_tokens - 1),
+    }
+
+    for take in copies.values():
+        fresh = take()
+        expected, address = bytes(fresh), address_of(fresh)
+        fresh[:] = bytes([POISON]) * len(fresh)
+        del fresh
+        used = take()
+        assert address_of(used) == address
+        assert bytes(used) == expected
 
 
 def test_import_refuses_data_of_another_size() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prefill_engine.kv.file_operations import FileOperations
-from prefill_engine.kv.huge_pieces import PIECE_BYTES, HugePieces
+from prefill_engine.kv.huge_pages import PIECE_BYTES, HugePieces
 from prefill_engine.kv.store import Buffer
 
 FILE_MODE = 0o640  # kv.md 7.6

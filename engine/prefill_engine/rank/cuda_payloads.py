@@ -8,10 +8,11 @@ read, and only slots that no step computes may be filled.
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from prefill_engine.rank.cuda_driver import CudaDriver
-from prefill_engine.rank.payloads import Part
+from prefill_engine.rank.payloads import Part, PartsOfSlots
 from prefill_plan.kv_layout import BlockLayout
 
 T = TypeVar("T")
@@ -30,9 +31,9 @@ class DevicePayloads:
         self._lock = threading.Lock()
         self._staging = driver.allocate_words(-(-layout.payload_bytes // 4))
 
-    def parts(self, slots: Sequence[int]) -> list[Part]:
+    def parts(self, slots: Sequence[int]) -> Sequence[Part]:
         """As Payloads."""
-        return [_DevicePart(self, slot) for slot in slots]
+        return PartsOfSlots(slots, partial(_DevicePart, self))
 
     def fill(self, slot: int, read: Callable[[memoryview], T | None]) -> T | None:
         """As Payloads; nobody waits for `read`."""

@@ -5,7 +5,7 @@ slot must not change before.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, overload
 
 from prefill_engine.kv_cache import KvCache
 
@@ -26,13 +26,33 @@ class Payloads(Protocol):
     num_bytes: int
     """Of one payload."""
 
-    def parts(self, slots: Sequence[int]) -> list[Part]:
+    def parts(self, slots: Sequence[int]) -> Sequence[Part]:
         """The payloads of `slots`, num_bytes each."""
         ...
 
     def fill(self, slot: int, read: Callable[[memoryview], T | None]) -> T | None:
         """Has `read` write the payload of a slot; the slot holds garbage when that returns None or raises."""
         ...
+
+
+class PartsOfSlots(Sequence[Part]):
+    """Parts that are made when they are asked for: a hand-over has hundreds, and the step thread opens it."""
+
+    def __init__(self, slots: Sequence[int], part_of: Callable[[int], Part]) -> None:
+        self._slots = tuple(slots)
+        self._part_of = part_of
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @overload
+    def __getitem__(self, index: int) -> Part: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Part]: ...
+    def __getitem__(self, index: int | slice) -> Part | Sequence[Part]:
+        if isinstance(index, slice):
+            return PartsOfSlots(self._slots[index], self._part_of)
+        return self._part_of(self._slots[index])
 
 
 class HostPayloads:
@@ -42,9 +62,9 @@ class HostPayloads:
         self.num_bytes = cache.layout.payload_bytes
         self._cache = cache
 
-    def parts(self, slots: Sequence[int]) -> list[Part]:
+    def parts(self, slots: Sequence[int]) -> Sequence[Part]:
         """As Payloads."""
-        return [self._cache.block_view(slot) for slot in slots]
+        return PartsOfSlots(slots, self._cache.block_view)
 
     def fill(self, slot: int, read: Callable[[memoryview], T | None]) -> T | None:
         """As Payloads."""

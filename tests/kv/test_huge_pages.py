@@ -1,16 +1,18 @@
-"""Direct reads pass through huge pages: the same bytes in the slots, and never bytes of an earlier read."""
+"""Direct reads pass through huge pages: the same bytes in the slots, never bytes of an earlier read. Advice for other memory."""
 
 import errno
+import mmap
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from prefill_engine.kv import huge_pieces, segment_data
+from prefill_engine.kv import huge_pages, segment_data
 from prefill_engine.kv.file_operations import FileOperations
-from prefill_engine.kv.huge_pieces import PIECE_BYTES, HugePieces
+from prefill_engine.kv.huge_pages import PIECE_BYTES, HugePieces, advise
 from prefill_engine.kv.segment_data import DIRECT_ALIGN, address_of, scatter
 from prefill_engine.kv.segment_store import FileSegmentStore
 from prefill_plan.kvd_config import KvdStoreConfig
@@ -32,7 +34,7 @@ def test_pieces_need_a_kernel_that_gives_huge_pages(
     path = tmp_path / "enabled"
     if text is not None:
         path.write_text(text)
-    monkeypatch.setattr(huge_pieces, "_ENABLED", path)
+    monkeypatch.setattr(huge_pages, "_ENABLED", path)
 
     assert (HugePieces.of_system() is not None) == is_used
 
@@ -126,3 +128,34 @@ def test_a_read_that_fails_leaves_nothing_of_an_earlier_one(
         assert reading.targets[1].tobytes()[1:] == b"\xa5" * (SHAPE.record_bytes - 1)
         assert reading.is_untouched(2)
     store.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, PIECE_BYTES - 1, 3 * PIECE_BYTES])
+def test_advice_leaves_memory_as_it_is(num_bytes: int) -> None:
+    memory = bytearray(b"\x5a" * num_bytes)
+
+    advise(address_of(memoryview(memory)) if num_bytes else 0, num_bytes)
+
+    assert memory.count(0x5A) == num_bytes
+
+
+def test_advised_memory_lies_on_huge_pages_where_the_kernel_gives_them() -> None:
+    if HugePieces.of_system() is None:
+        pytest.skip("this kernel gives no huge pages (/sys/kernel/mm/transparent_hugepage/enabled)")
+    memory = memoryview(mmap.mmap(-1, 3 * PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    advise(address_of(memory), memory.nbytes)
+
+    assert "hg" in flags_at(-(-address_of(memory) // PIECE_BYTES) * PIECE_BYTES)
+
+
+def flags_at(address: int) -> list[str]:
+    """VmFlags of the mapping that holds an address of this process (proc(5))."""
+    is_ours = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, end = (int(number, 16) for number in match.groups())
+            is_ours = start <= address < end
+        elif is_ours and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise LookupError(f"nothing is mapped at {address:#x}")

@@ -1,15 +1,16 @@
-"""Buffers on huge pages that direct reads pass through on their way to the slots of a pool.
+"""Memory on huge pages: the cache of a CPU rank, and what direct reads pass through on their way into a pool.
 
-Used by PosixData with O_DIRECT. A pool in /dev/shm has pages of 4 KiB, and a device that is given a list of those is slower than
+Used by PosixData with O_DIRECT: a pool in /dev/shm has pages of 4 KiB, and a device that is given a list of those is slower than
 one that fills a few huge pages which stay in the cache: 1.1 against 1.9 GB/s on a virtual disk (docs/kv_store.md). The copy costs
-less than the longer lists. The trap: without huge pages there is nothing to gain, and `of_system` says so.
+less than the longer lists. Used by KvCache, because copies of whole blocks miss the TLB on every small page. The trap: it is
+advice; a kernel that gives none is no error, and for direct reads there is then nothing to gain (`HugePieces.of_system`).
 """
 
 import ctypes
 import mmap
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 PIECE_BYTES = 2 << 20
@@ -46,9 +47,17 @@ class HugePieces:
 
 def _make_piece() -> memoryview:
     """Twice the size is mapped, for the alignment; the rest is never touched."""
-    memory = mmap.mmap(-1, 2 * PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # then the pages are small, and the reads right
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    view = memoryview(memory)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(view)) % PIECE_BYTES
+    view = memoryview(mmap.mmap(-1, 2 * PIECE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    advise(address, view.nbytes)
+    start = -address % PIECE_BYTES
     return view[start : start + PIECE_BYTES]
+
+
+def advise(address: int, num_bytes: int) -> None:
+    """Asks for huge pages in a range of anonymous memory of this process; best before it is written for the first time."""
+    start, end = -(-address // PIECE_BYTES) * PIECE_BYTES, (address + num_bytes) // PIECE_BYTES * PIECE_BYTES
+    if start < end:
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        madvise(start, end - start, mmap.MADV_HUGEPAGE)
