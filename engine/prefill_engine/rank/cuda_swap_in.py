@@ -26,6 +26,7 @@ class CudaCopier:
     need it before the others have crossed the link (kv.md 6.2)."""
 
     lone_groups = 1
+    most_blocks = 256
 
     def __init__(
         self,

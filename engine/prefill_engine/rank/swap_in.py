@@ -24,8 +24,6 @@ from prefill_plan.block_keys import BlockKey
 
 # A watermark is looked at this often while nothing else is to do: a fraction of the time that one group takes.
 _POLL_SECONDS = 0.0003
-# Blocks per copy: short enough that loads take turns and a lost lease is noticed, long enough that checks cost nothing.
-_BLOCKS_PER_COPY = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +191,11 @@ class SwapIn:
             state.num_awaited = awaited_bytes(self._group_bytes, marks.ready, len(state.job.sources))
             state.late_at = state.started + limit_seconds(self._limits, self._arrivals, num_bytes=state.num_awaited)
         copy = next_copy(
-            tuple(state.copied), marks.ready, limit, at_most=_BLOCKS_PER_COPY, lone_groups=self._copier.lone_groups
+            tuple(state.copied),
+            marks.ready,
+            limit,
+            at_most=self._copier.most_blocks,
+            lone_groups=self._copier.lone_groups,
         )
         if copy is not None:
             return self._copy(state, copy)
