@@ -282,7 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--threads", type=int, default=4, help="read_threads of the buffered store")
-    parser.add_argument("--direct-threads", type=int, default=8, help="read_threads of the store with direct_io")
+    parser.add_argument("--direct-threads", type=int, default=4, help="read_threads of the store with direct_io")
     parser.add_argument("--directory", type=Path, default=None, help="on a real disk; default: a temporary one")
     args = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout

@@ -62,7 +62,7 @@ ACTIONS = (
 NAMES = {
     "read": "kvd, 4 threads, verified",
     "read_one_thread": "kvd, 1 thread, verified",
-    "read_direct": "kvd, 8 threads, verified",
+    "read_direct": "kvd, 4 threads, verified",
     "write": "kvd, synced before it is found",
 }
 PEERS = {

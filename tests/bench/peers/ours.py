@@ -16,7 +16,7 @@ from prefill_plan.model_spec import released_model_spec
 
 SHAPE = RecordShape.of_layout(block_layout(released_model_spec(), RecordFormat.FP4))
 ROOT = DIRECTORY / "segments"
-_DIRECT_THREADS = 8
+_DIRECT_THREADS = 4
 
 
 def main() -> None:
