@@ -8,8 +8,8 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,10 @@ class FileRange:
     path: str
     offset: int
     num_bytes: int
+
+
+Lend = Callable[[int, int, int], AbstractContextManager[memoryview | None]]
+"""PosixData.lend."""
 
 
 class SegmentReads(Protocol):
@@ -98,7 +102,7 @@ def scatter(source: memoryview, targets: Sequence[memoryview]) -> None:
 
 
 class PosixData:
-    """Plain system calls; the page cache unless direct_io. Direct reads go through huge pages where there are some."""
+    """Plain system calls; the page cache unless direct_io."""
 
     def __init__(self, files: FileOperations, *, direct_io: bool) -> None:
         self._files = files
@@ -112,18 +116,20 @@ class PosixData:
     def open(self, path: str) -> int:
         return self._files.open(path, self._open_flags, 0)
 
-    def read(self, handle: int, targets: Sequence[memoryview], offset: int) -> int:
-        wanted = sum([target.nbytes for target in targets])
-        if self._pieces is None or wanted > PIECE_BYTES:
-            return self._fill(handle, targets, offset, wanted)
+    @contextmanager
+    def lend(self, handle: int, num_bytes: int, offset: int) -> Iterator[memoryview | None]:
+        """Bytes of a file, fewer at its end, in memory of its own which is lent for the context; None = there is none that would
+        be faster than read(). Raises OSError."""
+        if self._pieces is None or num_bytes > PIECE_BYTES:
+            yield None
+            return
         with self._pieces.borrow() as piece:
-            done = self._fill(handle, [piece[:wanted]], offset, wanted)
-            scatter(piece[:done], targets)
-        return done
+            yield piece[: self.read(handle, [piece[:num_bytes]], offset)]
 
-    def _fill(self, handle: int, targets: Sequence[memoryview], offset: int, wanted: int) -> int:
+    def read(self, handle: int, targets: Sequence[memoryview], offset: int) -> int:
         preadv = self._files.preadv
         done = preadv(handle, targets, offset)
+        wanted = sum(target.nbytes for target in targets)
         # A direct read can't go on in the middle of a page; the records after it are short then.
         while 0 < done < wanted and (self.reads_pieces or done % DIRECT_ALIGN == 0):
             more = preadv(handle, skip_bytes(targets, done), offset + done)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ import crc32c
 
 from prefill_engine.kv.record import RecordCodec, VerifyFailure
 from prefill_engine.kv.segment_counters import BadReason, SegmentCounters
-from prefill_engine.kv.segment_data import HoleRead, SegmentReads
+from prefill_engine.kv.segment_data import HoleRead, Lend, SegmentReads
 from prefill_engine.kv.segment_file import SegmentForm
 from prefill_engine.kv.segment_paths import SegmentPaths
 from prefill_engine.kv.segments import BlockLocation, ReadJob, RecordRead
@@ -110,12 +110,15 @@ class SegmentRead:
         form: SegmentForm,
         paths: SegmentPaths,
         counters: SegmentCounters,
+        lend: Lend | None = None,
         can_turn: bool = False,
         call_help: Callable[[], None] = lambda: None,
     ) -> None:
-        """can_turn: the order of pieces may change while they are read. call_help: one more thread may work, because reads wait
-        for the medium; asked for any number of times."""
+        """lend: for whole records that data had better not read into their targets. can_turn: the order of pieces may change
+        while they are read. call_help: one more thread may work, because reads wait for the medium; asked for any number of
+        times."""
         self._job, self._data, self._codec, self._form, self._counters = job, data, codec, form, counters
+        self._lend = lend
         self._is_grouped = job.group_major and data.reads_pieces
         self._can_turn = can_turn and data.reads_pieces
         self._ranges = tuple(codec.group_range(group) for group in range(codec.num_groups))
@@ -169,12 +172,10 @@ class SegmentRead:
 
     def _read_records(self, strip: Strip) -> None:
         """Whole records in one call; after EIO one by one, so that a bad sector or a hole costs one record."""
-        reads = self._job.reads
-        targets = [reads[index].target for index in strip.reads]
         try:
-            num_bytes = self._read(strip, targets, self._form.record_offset(strip.first_record))
+            num_bytes, reasons = self._read_and_verify(strip)
         except OSError as error:
-            if len(targets) == 1 or error.errno != errno.EIO or not self._is_open(strip):
+            if len(strip.reads) == 1 or error.errno != errno.EIO or not self._is_open(strip):
                 self._fail(strip.reads, _reason_of(error), error)
                 return
             for position, index in enumerate(strip.reads):
@@ -184,19 +185,34 @@ class SegmentRead:
                 self._read_records(Strip(segment=strip.segment, first_record=record, reads=(index,)))
             return
         self._counters.add("bytes_read", num_bytes)
-        self._tell_records(strip, num_bytes // self._form.record_bytes)
-
-    def _tell_records(self, strip: Strip, num_whole: int) -> None:
-        """Of the first num_whole, which have arrived. Told together, so that whoever waits for news is woken once."""
-        reasons = [self._verify_record(index) for index in strip.reads[:num_whole]]
+        # Told together, so that whoever waits for news is woken once.
         num_groups = len(self._ranges)
         for index, reason in zip(strip.reads, reasons, strict=False):
             if reason is None:
                 self._job.on_group(index, num_groups)
             else:
                 self._tell_bad(index, reason)
-        for index in strip.reads[num_whole:]:
+        for index in strip.reads[len(reasons) :]:
             self._tell_bad(index, BadReason.SHORT)
+
+    def _read_and_verify(self, strip: Strip) -> tuple[int, list[BadReason | None]]:
+        """Bytes read, and what is wrong with each whole record among them. Raises OSError."""
+        targets = [self._job.reads[index].target for index in strip.reads]
+        offset, size = self._form.record_offset(strip.first_record), self._form.record_bytes
+        lend = nullcontext() if self._lend is None else self._lend(self._handle(strip), len(targets) * size, offset)
+        with lend as lent:
+            if lent is None:
+                num_bytes = self._read(strip, targets, offset)
+                return num_bytes, [self._verify_record(index) for index in strip.reads[: num_bytes // size]]
+            reasons: list[BadReason | None] = []
+            for index, target in zip(strip.reads[: lent.nbytes // size], targets, strict=False):
+                start = len(reasons) * size
+                record = lent[start : start + size]
+                reasons.append(reason := self._verify_record(index, record))
+                if reason is None:
+                    # While the core's cache has it; and by slices, which keep the interpreter's lock as the checksums do.
+                    target[:] = record
+            return lent.nbytes, reasons
 
     def _read_group(self, strip: Strip, group: int) -> Strip | None:
         """One group of each record of a strip, the header with the first; returns what is left of the strip."""
@@ -226,10 +242,7 @@ class SegmentRead:
         return Strip(segment=strip.segment, first_record=strip.first_record, reads=tuple(good)) if good else None
 
     def _read(self, strip: Strip, targets: Sequence[memoryview], offset: int) -> int:
-        segment = self._segments.get(strip.segment)
-        if segment is None:
-            raise _ForeignSegment(errno.EINVAL, "not the name of a segment of this layout", strip.segment)
-        handle = segment.handle()
+        handle = self._handle(strip)
         started = time.perf_counter()
         num_bytes = self._data.read(handle, targets, offset)
         left = _CALL_SECONDS + num_bytes * _BYTE_SECONDS - (time.perf_counter() - started)
@@ -238,6 +251,13 @@ class SegmentRead:
             self._call_help()
         return num_bytes
 
+    def _handle(self, strip: Strip) -> int:
+        """Raises OSError."""
+        segment = self._segments.get(strip.segment)
+        if segment is None:
+            raise _ForeignSegment(errno.EINVAL, "not the name of a segment of this layout", strip.segment)
+        return segment.handle()
+
     def _is_open(self, strip: Strip) -> bool:
         segment = self._segments.get(strip.segment)
         try:
@@ -245,13 +265,14 @@ class SegmentRead:
         except OSError:
             return False
 
-    def _verify_record(self, index: int) -> BadReason | None:
-        expected = self._read_header(index)
+    def _verify_record(self, index: int, record: memoryview | None = None) -> BadReason | None:
+        """record: its bytes, None = the target's."""
+        data = self._job.reads[index].target if record is None else record
+        expected = self._read_header(index, data)
         if isinstance(expected, BadReason):
             return expected
-        target = self._job.reads[index].target
         for (start, end), crc in zip(self._ranges, expected, strict=True):
-            reason = _verify_part(target[start:end], crc)
+            reason = _verify_part(data[start:end], crc)
             if reason is not None:
                 return reason
         return None
@@ -260,18 +281,17 @@ class SegmentRead:
         """A group of a record whose earlier groups have passed; with the first, the header."""
         expected = self._expected[index]
         if expected is None:
-            found = self._read_header(index)
+            found = self._read_header(index, self._job.reads[index].target)
             if isinstance(found, BadReason):
                 return found
             self._expected[index] = expected = found
         start, end = self._ranges[group]
         return _verify_part(self._job.reads[index].target[start:end], expected[group])
 
-    def _read_header(self, index: int) -> tuple[int, ...] | BadReason:
+    def _read_header(self, index: int, record: memoryview) -> tuple[int, ...] | BadReason:
         """CRC32C that the groups of a read must have."""
-        read = self._job.reads[index]
-        header = read.target[: self._codec.shape.header_bytes]
-        expected = self._codec.read_header(header, key=read.key)
+        header = record[: self._codec.shape.header_bytes]
+        expected = self._codec.read_header(header, key=self._job.reads[index].key)
         if isinstance(expected, VerifyFailure):
             return BadReason.HOLE if _is_zero(header) else BadReason(expected.value)
         return expected

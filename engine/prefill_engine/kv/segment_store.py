@@ -69,7 +69,9 @@ class FileSegmentStore:
             raise ConfigError(
                 f"direct_io with records of {self._form.record_bytes} bytes: expected a multiple of {DIRECT_ALIGN}"
             )
-        self._data = data or PosixData(self._files, direct_io=config.direct_io)
+        posix = PosixData(self._files, direct_io=config.direct_io)
+        self._data = data or posix
+        self._lend = posix.lend if self._needs_alignment else None
         self.store_id = self._open_root(root)
         # Bytes that lie in memory: more threads than cores, or than one for small pieces, only take the interpreter's lock from
         # each other. The others are called when reads turn out to wait for the medium.
@@ -191,6 +193,7 @@ class FileSegmentStore:
                 form=self._form,
                 paths=self._paths,
                 counters=self._counters,
+                lend=self._lend,
                 can_turn=self._is_cached,  # what usrbio asks for ahead stands fixed
                 call_help=lambda: helpers.call(run.work),
             )
