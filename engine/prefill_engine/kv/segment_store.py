@@ -35,10 +35,10 @@ _DIRECTORY_MODE = 0o750
 _ID_NAME = "store-id"
 _ID_DIGITS = 32
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-# From the page cache: long, because a thread that comes back from a strip waits for the interpreter's lock; yet in the core's
-# cache when its checksums are computed. Else: what keeps a device busy, and one buffer of usrbio takes.
-_CACHED_STRIP_BYTES = 3 << 19
+# Long, because a thread that comes back from a strip waits for the interpreter's lock; yet in the core's cache when its checksums
+# are computed; and one buffer of usrbio takes it. Bytes from the page cache that one thread reads: in the nearer cache.
 _STRIP_BYTES = 1 << 20
+_LONE_STRIP_BYTES = 512 << 10
 
 
 class FileSegmentStore:
@@ -76,7 +76,9 @@ class FileSegmentStore:
         # Bytes that lie in memory: more threads than cores, or than one for small pieces, only take the interpreter's lock from
         # each other. The others are called when reads turn out to wait for the medium.
         self._is_cached = data is None and not config.direct_io
-        strip_bytes = _CACHED_STRIP_BYTES if self._is_cached else _STRIP_BYTES
+        self._num_cores = len(os.sched_getaffinity(0))
+        is_lone = self._is_cached and min(config.read_threads, self._num_cores) == 1
+        strip_bytes = _LONE_STRIP_BYTES if is_lone else _STRIP_BYTES
         self._strip_records = max(1, strip_bytes // self._form.record_bytes)
         self._scan = SegmentScan(paths=self._paths, form=self._form, files=self._files, counters=self._counters)
         self._writer = SegmentWriter(
@@ -101,7 +103,6 @@ class FileSegmentStore:
         self._has_owners = config.tenant_share < 1
         # The caller of read is one of the threads; so a job makes progress even if all helpers work for others.
         self._num_helpers = max(0, config.read_threads - 1)
-        self._num_cores = len(os.sched_getaffinity(0))
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), thread_name_prefix="kv-read")
         self._is_closed = False
         self._num_active = 0
