@@ -161,9 +161,18 @@ def test_blocks_after_a_portion_that_failed_do_not_count_as_stored(monkeypatch: 
     monkeypatch.setattr("prefill_engine.rank.kvd_writer.MAX_RECORDS", 2)
 
     class ForgetfulKvd(FakeKvd):
+        """Fails the first portion, which is the first to be reserved; commits overtake each other."""
+
+        reserved = ()
+
+        def Reserve(self, request, context):
+            answer = super().Reserve(request, context)
+            self.reserved += (answer.reservation_id,)
+            return answer
+
         def Commit(self, request, context):
             answer = super().Commit(request, context)
-            if self.calls.count("Commit") == 1:
+            if request.reservation_id == self.reserved[0]:
                 answer.stored_blocks, answer.failure = 1, "the write queue is full"
             return answer
 
