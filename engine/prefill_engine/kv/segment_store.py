@@ -77,9 +77,7 @@ class FileSegmentStore:
         # each other. The others are called when reads turn out to wait for the medium.
         self._is_cached = data is None and not config.direct_io
         self._num_cores = len(os.sched_getaffinity(0))
-        is_lone = self._is_cached and min(config.read_threads, self._num_cores) == 1
-        strip_bytes = _LONE_STRIP_BYTES if is_lone else _STRIP_BYTES
-        self._strip_records = max(1, strip_bytes // self._form.record_bytes)
+        self._strip_records = self._plan_strip(min(config.read_threads, self._num_cores))
         self._scan = SegmentScan(paths=self._paths, form=self._form, files=self._files, counters=self._counters)
         self._writer = SegmentWriter(
             paths=self._paths,
@@ -107,6 +105,11 @@ class FileSegmentStore:
         self._is_closed = False
         self._num_active = 0
         self._idle = threading.Condition()
+
+    def _plan_strip(self, num_threads: int) -> int:
+        """Records that one call reads. num_threads: that can run at a time."""
+        num_bytes = _LONE_STRIP_BYTES if self._is_cached and num_threads == 1 else _STRIP_BYTES
+        return max(1, num_bytes // self._form.record_bytes)
 
     def read(self, job: ReadJob) -> None:
         """As SegmentStore.
