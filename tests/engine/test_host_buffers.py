@@ -59,12 +59,12 @@ def test_any_view_keeps_memory_from_being_used_again(view_of: Callable[[npt.NDAr
 
 def test_sizes_are_kept_apart() -> None:
     buffers = HostBuffers()
-    del_address = address_of(buffers.take(NUM_BYTES))
+    address = address_of(buffers.take(NUM_BYTES))
 
     other = buffers.take(NUM_BYTES - 1)
 
     assert other.nbytes == NUM_BYTES - 1
-    assert address_of(buffers.take(NUM_BYTES)) == del_address
+    assert address_of(buffers.take(NUM_BYTES)) == address
 
 
 def test_a_burst_leaves_no_more_than_a_few() -> None:

@@ -97,10 +97,8 @@ def test_records_arrive_either_way(disk_path: Path, monkeypatch: pytest.MonkeyPa
     store.close()
 
 
-@pytest.mark.parametrize("fault", ["short", "error"])
-def test_a_read_that_fails_leaves_nothing_of_an_earlier_one(
-    disk_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+@pytest.mark.parametrize("fault", ["short", "error", "corrupt"])
+def test_only_verified_records_reach_their_slots(disk_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     use_pieces(monkeypatch, HugePieces())
     is_broken = False
 
@@ -109,6 +107,10 @@ def test_a_read_that_fails_leaves_nothing_of_an_earlier_one(
             return os.preadv(fd, targets, offset)
         if fault == "error":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if fault == "corrupt":
+            num_bytes = os.preadv(fd, targets, offset)
+            targets[0][2 * SHAPE.record_bytes - 1] ^= 1
+            return num_bytes
         # All of it reaches the piece, and the call says that only the first record did, in no whole pages.
         return min(os.preadv(fd, targets, offset), SHAPE.record_bytes + 1)
 
@@ -119,14 +121,14 @@ def test_a_read_that_fails_leaves_nothing_of_an_earlier_one(
     reading = Reading(locations(segment))
     store.read(reading.job)
 
-    if fault == "error":
-        assert reading.bad == {0: "io", 1: "io", 2: "io"}
-        assert all(reading.is_untouched(index) for index in range(3))
-    else:
-        assert reading.bad == {1: "short", 2: "short"}
-        assert reading.complete == [0]
-        assert reading.targets[1].tobytes()[1:] == b"\xa5" * (SHAPE.record_bytes - 1)
-        assert reading.is_untouched(2)
+    bad = {
+        "error": {0: "io", 1: "io", 2: "io"},
+        "short": {1: "short", 2: "short"},
+        "corrupt": {1: "crc"},
+    }[fault]
+    assert reading.bad == bad
+    assert reading.complete == [index for index in range(3) if index not in bad]
+    assert all(reading.is_untouched(index) for index in bad)
     store.close()
 
 

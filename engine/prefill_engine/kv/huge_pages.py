@@ -1,7 +1,7 @@
 """Memory on huge pages: the cache of a CPU rank, and what direct reads pass through on their way into a pool.
 
 Used by PosixData with O_DIRECT: a pool in /dev/shm has pages of 4 KiB, and a device that is given a list of those is slower than
-one that fills a few huge pages which stay in the cache: 1.1 against 1.9 GB/s on a virtual disk (docs/kv_store.md). The copy costs
+one that fills a few huge pages which stay in the cache: 1.1 against 1.8 GB/s on a virtual disk (docs/kv_store.md). The copy costs
 less than the longer lists. Used by KvCache, because copies of whole blocks miss the TLB on every small page. The trap: it is
 advice; a kernel that gives none is no error, and for direct reads there is then nothing to gain (`HugePieces.of_system`).
 """
@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from prefill_engine.kv.pool_file import load_madvise
 
 PIECE_BYTES = 2 << 20
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -58,6 +60,4 @@ def advise(address: int, num_bytes: int) -> None:
     """Asks for huge pages in a range of anonymous memory of this process; best before it is written for the first time."""
     start, end = -(-address // PIECE_BYTES) * PIECE_BYTES, (address + num_bytes) // PIECE_BYTES * PIECE_BYTES
     if start < end:
-        madvise = ctypes.CDLL(None).madvise
-        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        madvise(start, end - start, mmap.MADV_HUGEPAGE)
+        load_madvise()(start, end - start, mmap.MADV_HUGEPAGE)

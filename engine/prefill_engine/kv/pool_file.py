@@ -76,7 +76,7 @@ def prefault(path: str, address: int, num_bytes: int, *, threads: int) -> None:
     Raises:
         ConfigError: the kernel refused.
     """
-    madvise = _madvise()
+    madvise = load_madvise()
 
     def populate(start: int) -> int:
         # Through ctypes, which lets other threads run; mmap.madvise does not.
@@ -105,7 +105,8 @@ def is_range_locked(fd: int, start: int, num_bytes: int) -> bool:
     return int(_FLOCK.unpack(answer)[0]) != fcntl.F_UNLCK
 
 
-def _madvise() -> Callable[[int, int, int], int]:
+def load_madvise() -> Callable[[int, int, int], int]:
+    """madvise(2) by address, length and advice; lets other threads run. Sets ctypes.get_errno()."""
     function = ctypes.CDLL(None, use_errno=True).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return function

@@ -203,7 +203,10 @@ class SegmentRead:
         with lend as lent:
             if lent is None:
                 num_bytes = self._read(strip, targets, offset)
-                return num_bytes, [self._verify_record(index) for index in strip.reads[: num_bytes // size]]
+                return num_bytes, [
+                    self._verify_record(index, target)
+                    for index, target in zip(strip.reads[: num_bytes // size], targets, strict=False)
+                ]
             reasons: list[BadReason | None] = []
             for index, target in zip(strip.reads[: lent.nbytes // size], targets, strict=False):
                 start = len(reasons) * size
@@ -265,14 +268,12 @@ class SegmentRead:
         except OSError:
             return False
 
-    def _verify_record(self, index: int, record: memoryview | None = None) -> BadReason | None:
-        """record: its bytes, None = the target's."""
-        data = self._job.reads[index].target if record is None else record
-        expected = self._read_header(index, data)
+    def _verify_record(self, index: int, record: memoryview) -> BadReason | None:
+        expected = self._read_header(index, record)
         if isinstance(expected, BadReason):
             return expected
         for (start, end), crc in zip(self._ranges, expected, strict=True):
-            reason = _verify_part(data[start:end], crc)
+            reason = _verify_part(record[start:end], crc)
             if reason is not None:
                 return reason
         return None

@@ -19,7 +19,7 @@ from prefill_engine.kv.file_operations import FileOperations
 from prefill_engine.kv.record import RecordCodec, RecordGeometry
 from prefill_engine.kv.segment_collect import SegmentCollector
 from prefill_engine.kv.segment_counters import BadReason, SegmentCounters
-from prefill_engine.kv.segment_data import DIRECT_ALIGN, PosixData, SegmentData, address_of, write_file
+from prefill_engine.kv.segment_data import DIRECT_ALIGN, Lend, PosixData, SegmentData, address_of, write_file
 from prefill_engine.kv.segment_file import SegmentForm
 from prefill_engine.kv.segment_helpers import Helpers
 from prefill_engine.kv.segment_paths import SegmentPaths, owner_tag
@@ -69,9 +69,13 @@ class FileSegmentStore:
             raise ConfigError(
                 f"direct_io with records of {self._form.record_bytes} bytes: expected a multiple of {DIRECT_ALIGN}"
             )
-        posix = PosixData(self._files, direct_io=config.direct_io)
-        self._data = data or posix
-        self._lend = posix.lend if self._needs_alignment else None
+        self._lend: Lend | None = None
+        if data is None:
+            posix = PosixData(self._files, direct_io=config.direct_io)
+            self._data: SegmentData = posix
+            self._lend = posix.lend if config.direct_io else None
+        else:
+            self._data = data
         self.store_id = self._open_root(root)
         # Bytes that lie in memory: more threads than cores, or than one for small pieces, only take the interpreter's lock from
         # each other. The others are called when reads turn out to wait for the medium.
